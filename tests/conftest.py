@@ -1,0 +1,29 @@
+"""One local Ray cluster for the whole session; tests that need it ask for the `cluster` fixture."""
+
+import os
+
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import tiny_target
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    import ray
+
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=True)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with 8 layers, hidden 32, and a byte-level tokenizer."""
+    return tiny_target(tmp_path_factory.mktemp("target") / "tiny")
