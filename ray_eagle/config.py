@@ -285,7 +285,9 @@ class LoadedConfig:
 
     def rows(self) -> list[tuple[str, Any, str]]:
         """Every dotted key with its effective value and where that came from."""
-        return [(key, value, self.origins.get(key, "default")) for key, value in flatten(self.config.model_dump()).items()]
+        return [
+            (key, value, self.origins.get(key, "default")) for key, value in flatten(self.config.model_dump()).items()
+        ]
 
 
 def load_config(file: str | None = None, preset: str | None = None, flags: list[str] | None = None) -> LoadedConfig:
@@ -359,7 +361,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise ConfigError(f"config file {path}: cannot be read ({error.strerror}). Name an existing YAML file.") from None
+        raise ConfigError(
+            f"config file {path}: cannot be read ({error.strerror}). Name an existing YAML file."
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"config file {path}: not valid YAML: {error}") from None
     if not isinstance(content or {}, dict):
@@ -412,7 +416,9 @@ def _check_keys(section: type[BaseModel], layer: dict[str, Any], where: str, pre
         if field is None:
             elsewhere = {known.rpartition(".")[2]: known for known in _known_keys(Config)}
             close = difflib.get_close_matches(key, section.model_fields, n=1, cutoff=0.6)
-            close = [prefix + close[0]] if close else [elsewhere[k] for k in difflib.get_close_matches(key, elsewhere, 1)]
+            close = (
+                [prefix + close[0]] if close else [elsewhere[k] for k in difflib.get_close_matches(key, elsewhere, 1)]
+            )
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"{where}: unknown setting {dotted!r}.{hint} `ray-eagle config show` lists all.")
         kind = field.annotation

@@ -52,7 +52,9 @@ class Origin(BaseModel):
     @property
     def key(self) -> str:
         """Hash of everything that decides the content."""
-        return content_hash({"stage": self.stage, "settings": self.settings, "inputs": self.inputs, "target": self.target})
+        return content_hash(
+            {"stage": self.stage, "settings": self.settings, "inputs": self.inputs, "target": self.target}
+        )
 
 
 def content_hash(value: Any) -> str:

@@ -29,7 +29,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_target(
-    folder: Path, *, layers: int = 8, hidden: int = 32, seed: int = 0, tie: bool = False, scale: float = 0.2, context: int = 512
+    folder: Path,
+    *,
+    layers: int = 8,
+    hidden: int = 32,
+    seed: int = 0,
+    tie: bool = False,
+    scale: float = 0.2,
+    context: int = 512,
 ) -> Path:
     """A Llama with random weights (float32) and its tokenizer, saved to `folder`.
 
@@ -62,7 +69,9 @@ def tiny_target(
     return folder
 
 
-def tiny_shape(*, hidden: int = 32, vocab: int = VOCAB, draft_vocab: int = 128, aux_layers: tuple[int, int, int] = (1, 3, 4)) -> DrafterShape:
+def tiny_shape(
+    *, hidden: int = 32, vocab: int = VOCAB, draft_vocab: int = 128, aux_layers: tuple[int, int, int] = (1, 3, 4)
+) -> DrafterShape:
     """A drafter shape that fits `tiny_target`; head_dim differs from hidden / heads on purpose."""
     return DrafterShape(
         hidden_size=hidden,
@@ -83,7 +92,9 @@ def tiny_drafter(shape: DrafterShape, *, seed: int = 0) -> Drafter:
     generator = torch.Generator().manual_seed(seed)
     drafter = Drafter(shape)
     for parameter in drafter.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.dim() == 2 else 0.1) + (parameter.dim() == 1)
+        parameter.data = torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.dim() == 2 else 0.1) + (
+            parameter.dim() == 1
+        )
     ids = torch.randperm(shape.vocab_size, generator=generator)[: shape.draft_vocab_size].sort().values
     drafter.d2t.copy_(ids - torch.arange(len(ids)))
     drafter.t2d[ids] = True

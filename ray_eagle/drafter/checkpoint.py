@@ -84,12 +84,20 @@ def read_shape(folder: Path) -> DrafterShape:
     """The shape that config.json states. Raises CheckpointError for a missing file or key."""
     path = folder / "config.json"
     if not folder.is_dir():
-        raise CheckpointError(explain("no drafter", where=folder, expected="a folder", found="nothing", fix="Check drafter.path."))
+        raise CheckpointError(
+            explain("no drafter", where=folder, expected="a folder", found="nothing", fix="Check drafter.path.")
+        )
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(
-            explain("drafter file missing", where=path, expected="config.json", found="nothing", fix="Copy the whole folder.")
+            explain(
+                "drafter file missing",
+                where=path,
+                expected="config.json",
+                found="nothing",
+                fix="Copy the whole folder.",
+            )
         ) from None
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}). Copy the file again.") from None
@@ -125,7 +133,13 @@ def read_shape(folder: Path) -> DrafterShape:
         )
     except KeyError as error:
         raise CheckpointError(
-            explain("drafter config", where=path, expected=f"the key {error}", found="none", fix="Take the original config.json.")
+            explain(
+                "drafter config",
+                where=path,
+                expected=f"the key {error}",
+                found="none",
+                fix="Take the original config.json.",
+            )
         ) from None
     except ValueError:
         raise CheckpointError(
@@ -147,7 +161,13 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     copy_again = "Copy the file again and compare its size with the source."
     if not path.exists():
         raise CheckpointError(
-            explain("drafter file missing", where=path, expected="a safetensors file", found="nothing", fix="Copy the whole folder.")
+            explain(
+                "drafter file missing",
+                where=path,
+                expected="a safetensors file",
+                found="nothing",
+                fix="Copy the whole folder.",
+            )
         )
     size = path.stat().st_size
     with path.open("rb") as stream:
@@ -156,7 +176,13 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         header = stream.read(length) if length <= size else b""
     if len(prefix) < 8 or len(header) < length:
         raise CheckpointError(
-            explain("truncated safetensors", where=path, expected=f"a header of {length} bytes", found=f"a file of {size}", fix=copy_again)
+            explain(
+                "truncated safetensors",
+                where=path,
+                expected=f"a header of {length} bytes",
+                found=f"a file of {size}",
+                fix=copy_again,
+            )
         )
     try:
         entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
@@ -206,7 +232,13 @@ def check_drafter(folder: Path) -> DrafterShape:
         wanted = {"d2t": ("I64",), "t2d": ("BOOL",)}.get(name, FLOAT_DTYPES)
         if dtype not in wanted:
             raise CheckpointError(
-                explain(f"dtype of {name}", where=path, expected=" or ".join(wanted), found=dtype, fix="Export the drafter again.")
+                explain(
+                    f"dtype of {name}",
+                    where=path,
+                    expected=" or ".join(wanted),
+                    found=dtype,
+                    fix="Export the drafter again.",
+                )
             )
     return shape
 

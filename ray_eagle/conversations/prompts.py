@@ -1,0 +1,110 @@
+"""Prompts: read them, split them by a stable hash, and keep near-duplicates of training prompts out of the probe."""
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ray_eagle.config import PRESETS, GenerateConfig
+from ray_eagle.errors import InputError
+
+Split = Literal["train", "validation", "held_out"]
+BUILTIN = PRESETS / "prompts.jsonl"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation's user messages, and what it is for."""
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+    split: Split = "train"
+
+
+def load_prompts(config: GenerateConfig) -> list[Prompt]:
+    """The prompts of `config.prompts`, split; raises InputError that names a broken line."""
+    path = BUILTIN if config.prompts == "builtin" else Path(config.prompts).expanduser()
+    prompts = read_prompts(path)[: config.limit]
+    return split_prompts(
+        prompts,
+        held_out_share=config.held_out_share,
+        validation_share=config.validation_share,
+        near_duplicate=config.near_duplicate,
+    )
+
+
+def prompts_hash(config: GenerateConfig) -> str:
+    """Hash of the prompt file's content."""
+    path = BUILTIN if config.prompts == "builtin" else Path(config.prompts).expanduser()
+    try:
+        return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+    except OSError as error:
+        raise InputError(f"prompts file {path} cannot be read ({error.strerror}). Check generate.prompts.") from None
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """One `{"id", "category", "turns": [user message, ...]}` a line. Raises InputError that names file and line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"prompts file {path} cannot be read ({error.strerror}). Check generate.prompts.") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"prompts file {path} is not UTF-8 ({error}). Convert it.") from None
+    prompts = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    twice = [name for name, count in Counter(p.id for p in prompts).items() if count > 1]
+    if twice:
+        raise InputError(f"prompts file {path}: expected distinct ids, found {twice[0]!r} more than once. Rename one.")
+    if not prompts:
+        raise InputError(f"prompts file {path}: expected at least one prompt, found none.")
+    return prompts
+
+
+def _parse(line: str, where: str) -> Prompt:
+    expected = 'expected {"id": text, "category": text, "turns": [text, ...]}'
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{where}: {expected}, found broken JSON ({error}). Correct or delete the line.") from None
+    turns = row.get("turns") if isinstance(row, dict) else None
+    if not (isinstance(turns, list) and turns and all(isinstance(t, str) and t.strip() for t in turns)):
+        raise InputError(f"{where}: {expected}, found turns {turns!r}. Correct or delete the line.")
+    if not isinstance(row.get("id"), str):
+        raise InputError(f"{where}: {expected}, found id {row.get('id')!r}. Give every prompt an id.")
+    return Prompt(row["id"], str(row.get("category", "none")), tuple(turns))
+
+
+def split_prompts(
+    prompts: list[Prompt], *, held_out_share: float, validation_share: float, near_duplicate: float
+) -> list[Prompt]:
+    """Assign splits by the hash of the id, so that adding prompts moves none of the others.
+
+    A held-out prompt whose text is close to that of any other prompt outside the held-out set is trained on instead.
+    """
+    split: list[Prompt] = []
+    for prompt in prompts:
+        place = int.from_bytes(hashlib.blake2b(prompt.id.encode(), digest_size=8).digest(), "little") / 2**64
+        kind: Split = "held_out" if place < held_out_share else "train"
+        if held_out_share <= place < held_out_share + validation_share:
+            kind = "validation"
+        split.append(replace(prompt, split=kind))
+    others = [shingles(" ".join(p.turns)) for p in split if p.split != "held_out"]
+    return [
+        replace(p, split="train")
+        if p.split == "held_out" and closest(shingles(" ".join(p.turns)), others) >= near_duplicate
+        else p
+        for p in split
+    ]
+
+
+def shingles(text: str, size: int = 5) -> frozenset[str]:
+    """The set of character n-grams of the case-folded text with single spaces."""
+    folded = " ".join(text.casefold().split())
+    return frozenset(folded[i : i + size] for i in range(max(1, len(folded) - size + 1)))
+
+
+def closest(one: frozenset[str], others: list[frozenset[str]]) -> float:
+    """Highest Jaccard similarity of one set with any of the others; 0 without others."""
+    return max((len(one & other) / len(one | other) for other in others), default=0.0)
