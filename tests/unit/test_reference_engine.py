@@ -15,6 +15,7 @@ from ray_eagle.config import ServeConfig, TargetConfig
 from ray_eagle.drafter.checkpoint import save_drafter
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.errors import CheckpointError, ConfigError, InputError
+from ray_eagle.probing.walk import walk_answer
 from ray_eagle.serving.reference import Generation, ReferenceEngine, complete_passes, load_engine, random_drafter
 from tests.tiny import VOCAB, tiny_drafter, tiny_shape, tiny_target
 
@@ -222,6 +223,26 @@ def test_drafts_equal_a_recomputation_without_caches(model: Any, fitted: Fitted)
                 )
         accepted += [verify.accepted for verify in complete_passes(generation, len(prompt), steps)]
     assert len(set(accepted)) > 1
+
+
+def test_the_walk_over_states_predicts_every_pass(model: Any, fitted: Fitted) -> None:
+    """Judge the drafter at all positions of the answer, walk, and meet the engine pass by pass."""
+    drafter, chosen = fitted
+    slow = Slow(drafter, model.get_input_embeddings().weight)
+    steps, passes = 3, 0
+    for prompt in chosen[3:6]:
+        generation = ReferenceEngine(model, [], drafter).speculate(prompt, 18, steps)
+        text = prompt + generation.tokens
+        first, last = len(prompt), len(text) - 1
+        aux_TC = states(model, text, drafter.shape.aux_layers)
+        right_KT = np.zeros((steps, len(text)), dtype=bool)
+        for t in range(first - 1, last - steps):
+            drafted, _ = slow.chain(aux_TC, text, t, steps)
+            right_KT[:, t] = [drafted[k] == text[t + 2 + k] for k in range(steps)]
+        expected = [(verify.start, verify.accepted) for verify in complete_passes(generation, first, steps)]
+        assert walk_answer(right_KT, first, last) == expected
+        passes += len(expected)
+    assert passes >= 12
 
 
 def test_a_draft_vocabulary_is_mapped_to_target_ids(model: Any) -> None:
