@@ -113,7 +113,10 @@ def bootstrap(
     draws = rng.multinomial(len(rows), np.full(len(rows), 1 / len(rows)), size=resamples)
     with np.errstate(divide="ignore", invalid="ignore"):
         values = statistic(draws @ rows.astype(np.float64))
+        whole = statistic(rows.sum(0, dtype=np.float64)[None])
     values = values[np.isfinite(values)]
+    if not values.size:  # few prompts, most of them empty
+        values = whole
     tail = (1 - confidence) / 2
     low, high = np.quantile(values, [tail, 1 - tail])
     return float(low), float(high)
@@ -125,8 +128,7 @@ def _pooled(accepted: Accepted, *, steps: int, confidence: float, resamples: int
     if passes == 0:
         raise InputError(
             f"acceptance: expected at least one complete verify pass, found none in {len(accepted)} prompts. "
-            f"Every answer ended within {steps + 1} tokens: raise probe.max_new_tokens, lower probe.steps, or use other "
-            "prompts."
+            f"Every answer ended within {steps + 1} tokens: raise probe.max_new_tokens or lower probe.steps."
         )
     at_least = table[:, ::-1].cumsum(1)[:, ::-1].sum(0)
     marginal = at_least[1:] / passes

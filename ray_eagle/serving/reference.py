@@ -9,9 +9,8 @@ greedy decoding. A cycle is whole (take in, draft, verify), so cycle times compa
 import inspect
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,42 +22,8 @@ from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.errors import ConfigError, InputError, TargetError, explain
 from ray_eagle.serving.chain import DrafterChain, Drafting
+from ray_eagle.serving.generation import Generation, VerifyPass
 from ray_eagle.target.loading import TargetFacts, load_model, load_tokenizer, read_facts
-
-
-@dataclass(frozen=True)
-class VerifyPass:
-    """One cycle. `start` is the index t, in prompt + answer, of the position that drafted: d1 is a guess of x[t+2]."""
-
-    start: int
-    drafted: list[int]
-    accepted: int
-    bonus: int
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One answer and how it was made."""
-
-    tokens: list[int]
-    """New tokens, the end-of-sequence token included."""
-    passes: list[VerifyPass]
-    """Verify passes in order; none for plain decoding. The last may reach beyond the answer's end."""
-    finish_reason: Literal["stop", "length"]
-    prefill_seconds: float
-    decode_seconds: float
-    """Everything after the prefill."""
-    decode_tokens: int
-    """Tokens made in that time: all but the first, which the prefill gives."""
-
-
-def complete_passes(generation: Generation, prompt_length: int, steps: int) -> list[VerifyPass]:
-    """The passes whose whole chain lies in the answer: the cut one at the end would count tokens that no one asked for.
-
-    The same passes as in a walk over captured states (`ray_eagle.probing.walk`).
-    """
-    last = prompt_length + len(generation.tokens) - 1
-    return [p for p in generation.passes if p.start + 1 + steps <= last]
 
 
 class ReferenceEngine:

@@ -16,7 +16,8 @@ from ray_eagle.drafter.checkpoint import save_drafter
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.errors import CheckpointError, ConfigError, InputError
 from ray_eagle.probing.walk import walk_answer
-from ray_eagle.serving.reference import Generation, ReferenceEngine, complete_passes, load_engine, random_drafter
+from ray_eagle.serving.generation import Generation, complete_passes
+from ray_eagle.serving.reference import ReferenceEngine, load_engine, random_drafter
 from tests.tiny import VOCAB, tiny_drafter, tiny_shape, tiny_target
 
 Fitted = tuple[Drafter, list[list[int]]]
