@@ -1,7 +1,7 @@
 """The Ray Serve app: FastAPI and Serve only here, at the edge of `Replica`.
 
-`with deployed(config, drafter_folder=...) as app:` starts one replica, yields a client, and removes every trace when the
-body ends, however it ends.
+`with deployed(config, drafter_folder=...) as app:` starts one replica, yields a client, and removes every trace when
+the body ends, however it ends.
 """
 
 import asyncio
@@ -73,10 +73,11 @@ async def _refused(request: Request, error: StarletteHTTPException) -> JSONRespo
     return JSONResponse({"error": error.detail}, error.status_code)
 
 
-@serve.deployment(max_ongoing_requests=100, max_constructor_retry_count=1, graceful_shutdown_timeout_s=5)
 @serve.ingress(api)
 class Server:
     """A replica behind HTTP and handles. Requests queue for the one engine thread, so Serve's own checks never wait."""
+
+    _replica: Replica
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class Server:
 
     @api.get("/info")
     async def info(self) -> Info:
-        return await self._queued(self._replica.info)
+        return self._replica.info()
 
     @api.get("/health")
     async def health(self) -> Health:
@@ -136,10 +137,13 @@ def application(
     config: Config, *, drafter_folder: Path | None = None, random_shape: DrafterShape | None = None
 ) -> serve.Application:
     """The Serve application of these settings, with the drafter of a folder or a random one of a shape."""
-    actor_options = {"num_cpus": config.serve.cpus, "num_gpus": config.serve.gpus}
-    return Server.options(ray_actor_options=actor_options).bind(
-        config.target, config.serve, drafter_folder, random_shape, config.seed
+    deployment = serve.deployment(
+        ray_actor_options={"num_cpus": config.serve.cpus, "num_gpus": config.serve.gpus},
+        max_ongoing_requests=100,
+        max_constructor_retry_count=1,  # the same files fail the same way
+        graceful_shutdown_timeout_s=5,
     )
+    return deployment(Server).bind(config.target, config.serve, drafter_folder, random_shape, config.seed)
 
 
 @contextmanager
@@ -214,8 +218,8 @@ def _await_resources(config: Config) -> None:
             have = ", ".join(f"{name} {free.get(name, 0):g} of {total.get(name, 0):g}" for name in demand)
             want = ", ".join(f"{name} {n:g}" for name, n in demand.items())
             raise ServingError(
-                f"server: expected a node with {want} free for the replica within {config.ray.wait_s:g} s, found {have} "
-                "free in the whole cluster. Lower serve.cpus or serve.gpus, or free or add nodes."
+                f"server: expected a node with {want} free for the replica within {config.ray.wait_s:g} s, found "
+                f"{have} free in the whole cluster. Lower serve.cpus or serve.gpus, or free or add nodes."
             )
     finally:
         remove_placement_group(place)
@@ -233,8 +237,8 @@ def _await_running(app_name: str, start_s: float) -> None:
             raise ServingError(f"server: the replica did not start: {_own_words(messages)}")
         if time.monotonic() > deadline:
             raise ServingError(
-                f"server: expected a healthy replica within {start_s:g} s, found {app.status.value}. {messages.strip()} "
-                "Raise serve.start_s if loading takes longer."
+                f"server: expected a healthy replica within {start_s:g} s, found {app.status.value}. "
+                f"{messages.strip()} Raise serve.start_s if loading takes longer."
             )
         time.sleep(POLL_S)
 

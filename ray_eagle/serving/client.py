@@ -87,8 +87,8 @@ class HttpClient:
             return kind.model_validate_json(response.content)
         except ValidationError as error:
             raise ServingError(
-                f"server {url}: expected a {kind.__name__}, found {response.text[:200]!r} ({error.error_count()} faults). "
-                "Is it a ray_eagle server of this version?"
+                f"server {url}: expected a {kind.__name__}, found {response.text[:200]!r} ({error.error_count()} "
+                "faults). Is it a ray_eagle server of this version?"
             ) from None
 
 
