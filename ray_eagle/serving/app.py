@@ -41,6 +41,24 @@ POLL_S = 0.2
 Result = TypeVar("Result")
 
 
+class _Metrics:
+    """Counters of this replica; Ray prefixes the names with `ray_`."""
+
+    def __init__(self) -> None:
+        self._passes = Counter("eagle_verify_passes", "Verify passes.")
+        self._accepted = Counter("eagle_accepted_draft_tokens", "Draft tokens that the target agreed with.")
+        self._length = Gauge("eagle_acceptance_length", "Tokens of each verify pass, over the last answer.")
+
+    def count(self, reply: GenerateReply) -> None:
+        if not reply.passes:
+            return
+        accepted = sum(p.accepted for p in reply.passes)
+        self._passes.inc(len(reply.passes))
+        if accepted:
+            self._accepted.inc(accepted)
+        self._length.set(1 + accepted / len(reply.passes))
+
+
 def authorise(request: Request) -> None:
     """401 unless the request carries the replica's bearer token, compared in constant time."""
     token = serve.get_replica_context().servable_object.token
@@ -113,24 +131,6 @@ class Server:
 
     async def _queued(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
-
-
-class _Metrics:
-    """Counters of this replica; Ray prefixes the names with `ray_`."""
-
-    def __init__(self) -> None:
-        self._passes = Counter("eagle_verify_passes", "Verify passes.")
-        self._accepted = Counter("eagle_accepted_draft_tokens", "Draft tokens that the target agreed with.")
-        self._length = Gauge("eagle_acceptance_length", "Tokens of each verify pass, over the last answer.")
-
-    def count(self, reply: GenerateReply) -> None:
-        if not reply.passes:
-            return
-        accepted = sum(p.accepted for p in reply.passes)
-        self._passes.inc(len(reply.passes))
-        if accepted:
-            self._accepted.inc(accepted)
-        self._length.set(1 + accepted / len(reply.passes))
 
 
 def application(

@@ -1,6 +1,6 @@
 """What clients and the server say to each other, over HTTP and by deployment handle alike."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -14,13 +14,22 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Turn(BaseModel):
+    """One chat turn; what else it carries goes to the chat template as it is."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    role: str
+    content: str
+
+
 class PromptSource(Message):
     """A prompt in exactly one form."""
 
     text: str | None = None
     """Tokenized as it stands, without a chat template."""
-    messages: list[dict[str, Any]] | None = None
-    """Chat turns `{"role", "content"}`, put through the target's chat template."""
+    messages: list[Turn] | None = None
+    """Chat turns, put through the target's chat template."""
     input_ids: list[int] | None = None
     """Token ids of the target's tokenizer."""
 

@@ -96,11 +96,12 @@ class Replica:
             return source.input_ids
         if source.text is not None:
             return self._tokenizer(source.text).input_ids
+        turns = [turn.model_dump() for turn in source.messages or ()]
         try:
-            text = self._tokenizer.apply_chat_template(source.messages, add_generation_prompt=True, tokenize=False)
+            text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template raises whatever its author chose
             raise InputError(
-                f"messages: the target's chat template refuses them ({error}). Expected turns with role and content."
+                f"messages: the target's chat template refuses them ({error}). Expected turns in the order that it allows."
             ) from None
         return self._tokenizer(text, add_special_tokens=False).input_ids
 

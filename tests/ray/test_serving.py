@@ -148,7 +148,8 @@ def test_a_client_without_the_token_says_so(app: HandleClient) -> None:
         ({"input_ids": []}, 400, "at least one token"),
         ({"input_ids": [1] * 600}, 400, "at most 512"),
         ({"input_ids": [9999]}, 400, "from 0 to 260"),
-        ({"messages": [{"content": 3}]}, 400, "chat template"),
+        ({"messages": [{"content": "a"}]}, 422, "messages.0.role"),
+        ({"messages": []}, 400, "chat template"),
     ],
 )
 def test_bad_requests_are_explained(app: HandleClient, body: dict[str, object], status: int, message: str) -> None:
