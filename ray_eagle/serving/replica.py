@@ -101,7 +101,7 @@ class Replica:
             text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template raises whatever its author chose
             raise InputError(
-                f"messages: the target's chat template refuses them ({error}). Expected turns in the order that it allows."
+                f"messages: the target's chat template refuses them ({error}). Send turns that it allows."
             ) from None
         return self._tokenizer(text, add_special_tokens=False).input_ids
 

@@ -75,6 +75,7 @@ def http(app: HandleClient) -> Iterator[HttpClient]:
 @pytest.fixture(scope="module")
 def engine(target_folder: Path) -> ReferenceEngine:
     """The same models in this process."""
+    torch.set_num_threads(1)  # beside the replica on a small machine
     model = LlamaForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
     return ReferenceEngine(model, [model.generation_config.eos_token_id], tiny_drafter(tiny_shape(), seed=2))
 
@@ -249,6 +250,41 @@ def test_missing_resources_are_named(cluster: None, target_folder: Path) -> None
         pass
 
 
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [("no target", r"no target: .*missing"), ("wide target", r"hidden_size.*expected 64"), ("late", "within 0.01 s")],
+)
+def test_a_replica_that_cannot_start_says_why(
+    app: HandleClient, target_folder: Path, drafter_folder: Path, tmp_path: Path, case: str, message: str
+) -> None:
+    config = settings(target_folder)
+    if case == "no target":
+        config = settings(tmp_path / "missing")
+    elif case == "wide target":
+        config = settings(tiny_target(tmp_path / "wide", hidden=64))
+    else:
+        config = settings(target_folder, serve={"start_s": 0.01})
+    with (
+        pytest.raises(ServingError, match=message) as caught,
+        deployed(config, drafter_folder=drafter_folder, app_name="broken"),
+    ):
+        pass
+    assert "Traceback" not in str(caught.value)
+    assert set(serve.status().applications) == {"ray-eagle"}
+
+
+def test_metrics_are_exported(app: HandleClient) -> None:
+    app.generate(input_ids=[1, 2], max_new_tokens=20, steps=2)
+    url = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+    deadline = time.monotonic() + 60
+    text = ""
+    while time.monotonic() < deadline and "ray_eagle_acceptance_length" not in text:
+        time.sleep(0.5)
+        text = httpx.get(url).text
+    for name in ("ray_eagle_verify_passes", "ray_eagle_acceptance_length"):
+        assert name in text
+
+
 # From here on the module's app is gone: these tests look at an empty cluster.
 
 
@@ -282,19 +318,13 @@ def test_nothing_is_left_when_the_body_fails(empty: None, target_folder: Path) -
     assert_nothing_left(pid)
 
 
-def test_a_replica_that_cannot_start_gives_its_own_error_and_leaves_nothing(
-    empty: None, target_folder: Path, drafter_folder: Path, tmp_path: Path
-) -> None:
-    other = tiny_target(tmp_path / "wide", hidden=64)
-    for config, drafter, message in (
-        (settings(tmp_path / "missing"), drafter_folder, r"no target: .*missing"),
-        (settings(other), drafter_folder, r"hidden_size.*expected 64"),
-        (settings(target_folder), tmp_path / "nowhere", r"no drafter: .*nowhere"),
+def test_nothing_is_left_when_the_replica_does_not_start(empty: None, target_folder: Path, tmp_path: Path) -> None:
+    with (
+        pytest.raises(ServingError, match="no drafter"),
+        deployed(settings(target_folder), drafter_folder=tmp_path / "nowhere"),
     ):
-        with pytest.raises(ServingError, match=message) as caught, deployed(config, drafter_folder=drafter):
-            pass
-        assert "Traceback" not in str(caught.value)
-        assert_nothing_left()
+        pass
+    assert_nothing_left()
 
 
 def test_a_replica_killed_in_mid_answer_is_a_serving_error(empty: None, tmp_path: Path) -> None:
