@@ -1,0 +1,1 @@
+"""The speculative server: the reference engine, its Ray Serve app, and clients of it."""

@@ -1,0 +1,258 @@
+"""The Ray Serve app: FastAPI and Serve only here, at the edge of `Replica`.
+
+`with deployed(config, drafter_folder=...) as app:` starts one replica, yields a client, and removes every trace when
+the body ends, however it ends.
+"""
+
+import asyncio
+import hmac
+import logging
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ApplicationStatus, LoggingConfig
+from ray.util import placement_group, remove_placement_group
+from ray.util.metrics import Counter, Gauge
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from ray_eagle.config import Config, ServeConfig, TargetConfig
+from ray_eagle.drafter.shape import DrafterShape
+from ray_eagle.errors import ConfigError, EagleError, InputError, ServingError
+from ray_eagle.probing.probe import ProbeReport
+from ray_eagle.serving.client import HandleClient
+from ray_eagle.serving.messages import GenerateReply, GenerateRequest, Health, Info, ProbeRequest
+from ray_eagle.serving.replica import Replica
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+Result = TypeVar("Result")
+
+
+class _Metrics:
+    """Counters of this replica; Ray prefixes the names with `ray_`."""
+
+    def __init__(self) -> None:
+        self._passes = Counter("eagle_verify_passes", "Verify passes.")
+        self._accepted = Counter("eagle_accepted_draft_tokens", "Draft tokens that the target agreed with.")
+        self._length = Gauge("eagle_acceptance_length", "Tokens of each verify pass, over the last answer.")
+
+    def count(self, reply: GenerateReply) -> None:
+        if not reply.passes:
+            return
+        accepted = sum(p.accepted for p in reply.passes)
+        self._passes.inc(len(reply.passes))
+        if accepted:
+            self._accepted.inc(accepted)
+        self._length.set(1 + accepted / len(reply.passes))
+
+
+def authorise(request: Request) -> None:
+    """401 unless the request carries the replica's bearer token, compared in constant time."""
+    token = serve.get_replica_context().servable_object.token
+    if token is None:
+        return
+    given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    if not hmac.compare_digest(given.encode(), token.encode()):
+        raise HTTPException(
+            401, "expected the header `Authorization: Bearer TOKEN` with the token that serve.token set."
+        )
+
+
+api = FastAPI(title="ray_eagle", docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(authorise)])
+
+
+@api.exception_handler(EagleError)
+async def _explained(request: Request, error: EagleError) -> JSONResponse:
+    status = 400 if isinstance(error, InputError | ConfigError) else 500
+    return JSONResponse({"error": str(error)}, status)
+
+
+@api.exception_handler(RequestValidationError)
+async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    faults = [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()]
+    return JSONResponse({"error": "; ".join(faults)}, 422)
+
+
+@api.exception_handler(StarletteHTTPException)
+async def _refused(request: Request, error: StarletteHTTPException) -> JSONResponse:
+    return JSONResponse({"error": error.detail}, error.status_code)
+
+
+@serve.ingress(api)
+class Server:
+    """A replica behind HTTP and handles. Requests queue for the one engine thread, so Serve's own checks never wait."""
+
+    _replica: Replica
+
+    def __init__(
+        self,
+        target: TargetConfig,
+        config: ServeConfig,
+        drafter_folder: Path | None,
+        random_shape: DrafterShape | None,
+        seed: int,
+    ) -> None:
+        self.token = config.token
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        counted = _Metrics().count
+        # in the engine's own thread: torch keeps its number of threads for each thread
+        self._replica = self._thread.submit(
+            Replica, target, config, drafter_folder, random_shape, seed, on_reply=counted
+        ).result()
+
+    @api.post("/generate")
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        return await self._queued(self._replica.generate, request)
+
+    @api.post("/probe")
+    async def probe(self, request: ProbeRequest) -> ProbeReport:
+        return await self._queued(self._replica.probe, request)
+
+    @api.get("/info")
+    async def info(self) -> Info:
+        return self._replica.info()
+
+    @api.get("/health")
+    async def health(self) -> Health:
+        return await self._queued(self._replica.health)
+
+    async def _queued(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+
+def application(
+    config: Config, *, drafter_folder: Path | None = None, random_shape: DrafterShape | None = None
+) -> serve.Application:
+    """The Serve application of these settings, with the drafter of a folder or a random one of a shape."""
+    deployment = serve.deployment(
+        ray_actor_options={"num_cpus": config.serve.cpus, "num_gpus": config.serve.gpus},
+        max_ongoing_requests=100,
+        max_constructor_retry_count=1,  # the same files fail the same way
+        graceful_shutdown_timeout_s=5,
+    )
+    return deployment(Server).bind(config.target, config.serve, drafter_folder, random_shape, config.seed)
+
+
+@contextmanager
+def deployed(
+    config: Config,
+    *,
+    drafter_folder: Path | None = None,
+    random_shape: DrafterShape | None = None,
+    app_name: str = "ray-eagle",
+) -> Iterator[HandleClient]:
+    """Deploy, yield a client, and remove the app; shut Serve down too if it was started here and no other app came.
+
+    Ray must be connected. Raises ServingError that names the missing resources (after `ray.wait_s`), the replica's own
+    error, or the state it is stuck in (after `serve.start_s`); and when an app of this name already runs.
+    """
+    if not ray.is_initialized():
+        raise ServingError("server: expected a connection to Ray, found none. Call ray.init first.")
+    _await_resources(config)
+    running = _get_global_client(raise_if_no_controller_running=False)
+    if running and app_name in serve.status().applications:
+        raise ServingError(
+            f"server: the app {app_name!r} already runs on this cluster. Wait for the run that owns it, choose another "
+            f"name, or remove it: serve.delete({app_name!r})."
+        )
+    try:
+        prefix = f"/{app_name}" if running else "/"
+        url = _start_http(config.serve) + prefix.rstrip("/")
+        target = serve.RunTarget(
+            application(config, drafter_folder=drafter_folder, random_shape=random_shape),
+            name=app_name,
+            route_prefix=prefix,
+            logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+        )
+        [handle] = serve.run_many([target], wait_for_applications_running=False)
+        _await_running(app_name, config.serve.start_s)
+        yield HandleClient(handle, url)
+    finally:
+        _remove(app_name, shut_down=running is None)
+
+
+def _start_http(config: ServeConfig) -> str:
+    """Start Serve unless it runs; the address of its proxy. A cluster has one, so a running one keeps its port."""
+    port = config.port or _free_port(config.host)
+    if _get_global_client(raise_if_no_controller_running=False) is None:
+        try:
+            serve.start(proxy_location="HeadOnly", http_options={"host": config.host, "port": port})
+        except (ray.exceptions.RayError, TimeoutError, RuntimeError) as error:
+            raise ServingError(
+                f"server: cannot listen on {config.host}:{port} ({error}). Set serve.port to a free one, or 0."
+            ) from error
+    # Serve has no public way to ask where a running proxy listens
+    options = _get_global_client().http_config
+    if config.port not in (0, options.port) or options.host != config.host:
+        logger.warning("Serve already runs on %s:%s and cannot be moved: using that.", options.host, options.port)
+    host = ray.util.get_node_ip_address() if options.host in ("0.0.0.0", "::") else options.host
+    return f"http://{host}:{options.port}"
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def _await_resources(config: Config) -> None:
+    """Hold a place as large as the replica for a moment: the one way to learn whether a single node has it all."""
+    demand = {name: n for name, n in (("CPU", config.serve.cpus), ("GPU", config.serve.gpus)) if n}
+    place = placement_group([demand])
+    try:
+        if not place.wait(config.ray.wait_s):
+            total, free = ray.cluster_resources(), ray.available_resources()
+            have = ", ".join(f"{name} {free.get(name, 0):g} of {total.get(name, 0):g}" for name in demand)
+            want = ", ".join(f"{name} {n:g}" for name, n in demand.items())
+            raise ServingError(
+                f"server: expected a node with {want} free for the replica within {config.ray.wait_s:g} s, found "
+                f"{have} free in the whole cluster. Lower serve.cpus or serve.gpus, or free or add nodes."
+            )
+    finally:
+        remove_placement_group(place)
+
+
+def _await_running(app_name: str, start_s: float) -> None:
+    """Wait until the app is healthy; raise ServingError with the replica's own words when it fails."""
+    deadline = time.monotonic() + start_s
+    while True:
+        app = serve.status().applications[app_name]
+        if app.status == ApplicationStatus.RUNNING:
+            return
+        messages = "\n".join([app.message, *(deployment.message for deployment in app.deployments.values())])
+        if app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+            raise ServingError(f"server: the replica did not start: {_own_words(messages)}")
+        if time.monotonic() > deadline:
+            raise ServingError(
+                f"server: expected a healthy replica within {start_s:g} s, found {app.status.value}. "
+                f"{messages.strip()} Raise serve.start_s if loading takes longer."
+            )
+        time.sleep(POLL_S)
+
+
+def _own_words(message: str) -> str:
+    """The message of our own error at the end of a remote traceback, or the whole of what Serve says."""
+    found = re.findall(r"ray_eagle\.errors\.\w+: (.+)", message)
+    return found[-1] if found else message.strip()
+
+
+def _remove(app_name: str, *, shut_down: bool) -> None:
+    if _get_global_client(raise_if_no_controller_running=False) is None:
+        return
+    if app_name in serve.status().applications:
+        serve.delete(app_name)
+    if shut_down and not serve.status().applications:
+        serve.shutdown()

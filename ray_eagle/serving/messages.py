@@ -1,0 +1,121 @@
+"""What clients and the server say to each other, over HTTP and by deployment handle alike."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ray_eagle.drafter.shape import DrafterShape
+from ray_eagle.serving.generation import Generation, VerifyPass
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Turn(BaseModel):
+    """One chat turn; what else it carries goes to the chat template as it is."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    role: str
+    content: str
+
+
+class PromptSource(Message):
+    """A prompt in exactly one form."""
+
+    text: str | None = None
+    """Tokenized as it stands, without a chat template."""
+    messages: list[Turn] | None = None
+    """Chat turns, put through the target's chat template."""
+    input_ids: list[int] | None = None
+    """Token ids of the target's tokenizer."""
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> "PromptSource":
+        given = [name for name in ("text", "messages", "input_ids") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"expected exactly one of text, messages and input_ids, found {given or 'none'}")
+        return self
+
+
+class GenerateRequest(PromptSource):
+    """POST /generate."""
+
+    max_new_tokens: Positive = 64
+    steps: Positive = 3
+    """Draft tokens of each cycle."""
+    plain: bool = False
+    """Decode without speculation."""
+
+
+class GenerateReply(Message):
+    """The answer, which tokens were drafted and accepted, and the time it took."""
+
+    text: str
+    """The answer, special tokens left out."""
+    tokens: list[int]
+    prompt_length: int
+    """Tokens of the prompt, so the answer's first token has this index."""
+    passes: list[VerifyPass]
+    finish_reason: Literal["stop", "length"]
+    prefill_seconds: float
+    decode_seconds: float
+    decode_tokens: int
+
+    @property
+    def generation(self) -> Generation:
+        return Generation(
+            self.tokens,
+            self.passes,
+            self.finish_reason,
+            self.prefill_seconds,
+            self.decode_seconds,
+            self.decode_tokens,
+        )
+
+
+class ProbeItem(PromptSource):
+    """One prompt of a probe."""
+
+    id: str
+    category: str = "all"
+
+
+class ProbeRequest(Message):
+    """POST /probe."""
+
+    prompts: Annotated[list[ProbeItem], Field(min_length=1)]
+    steps: Positive = 3
+    max_new_tokens: Positive = 64
+    plain_prompts: Positive = 16
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+    resamples: Positive = 2000
+    seed: int = 0
+
+
+class Info(Message):
+    """GET /info."""
+
+    engine: str
+    target: str
+    target_fingerprint: dict[str, str]
+    drafter: str
+    """Folder of the drafter, or `random`."""
+    shape: DrafterShape
+    dtype: str
+    device: str
+    threads: int
+    max_positions: int
+    versions: dict[str, str]
+    node: str
+    pid: int
+
+
+class Health(Message):
+    """GET /health: the engine made one real token in this time."""
+
+    ok: bool
+    seconds: float

@@ -1,0 +1,230 @@
+"""The reference engine: target and drafter in one process, batch 1, greedy chain speculation, written for clarity.
+
+Prefill gives the first token. Then cycles: the drafter takes in the positions that the target has newly computed and
+drafts K tokens; one target forward over [newest token, d1 .. dK] verifies them; the longest prefix that equals the
+target's own argmax is kept, and the target's token after it (the bonus) comes free. In float32 the text equals plain
+greedy decoding. A cycle is whole (take in, draft, verify), so cycle times compare with plain decode steps.
+"""
+
+import inspect
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from ray_eagle.config import ServeConfig, TargetConfig
+from ray_eagle.drafter.checkpoint import check_fits, load_drafter
+from ray_eagle.drafter.model import Drafter
+from ray_eagle.drafter.shape import DrafterShape
+from ray_eagle.errors import ConfigError, InputError, TargetError, explain
+from ray_eagle.serving.chain import DrafterChain, Drafting
+from ray_eagle.serving.generation import Generation, VerifyPass
+from ray_eagle.target.loading import TargetFacts, load_model, load_tokenizer, read_facts
+
+
+class ReferenceEngine:
+    """Greedy decoding of a transformers causal LM, plain or with a drafter. Not thread-safe."""
+
+    def __init__(self, model: Any, eos_ids: Sequence[int], drafter: Drafter | Drafting | None = None) -> None:
+        self.model = model
+        self.eos_ids = frozenset(eos_ids)
+        self.max_positions: int = model.config.get_text_config().max_position_embeddings
+        self._embedding = model.get_input_embeddings()
+        self._device = self._embedding.weight.device
+        # transformers is renaming the argument, one model after another
+        names = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in names else "past_key_values"
+        self._captured: dict[int, Tensor] = {}
+        self._hooks: list[Any] = []
+        self._chain: Drafting | None = None
+        if drafter is not None:
+            self.set_drafter(drafter)
+
+    def set_drafter(self, drafter: Drafter | Drafting) -> None:
+        """Draft with this one from now on; its `aux_layers` decide which states are captured."""
+        self._chain = DrafterChain(drafter, self._embedding) if isinstance(drafter, Drafter) else drafter
+        for hook in self._hooks:
+            hook.remove()
+        layers = self.model.get_decoder().layers
+        self._hooks = [layers[i].register_forward_hook(self._capture(i)) for i in self._chain.aux_layers]
+
+    @torch.inference_mode()
+    def plain(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Generation:
+        """One token a target forward. Raises InputError for a prompt that is empty or too long."""
+        self._check(prompt_ids, max_new_tokens)
+        clock = _Clock(self._device)
+        cache = DynamicCache()
+        tokens = self._forward(list(prompt_ids), cache, keep=1)
+        prefill_seconds = clock.lap()
+        while self._unfinished(tokens, max_new_tokens):
+            tokens += self._forward(tokens[-1:], cache)
+        return self._generation(tokens, [], max_new_tokens, prefill_seconds, clock.lap())
+
+    @torch.inference_mode()
+    def speculate(self, prompt_ids: Sequence[int], max_new_tokens: int, steps: int) -> Generation:
+        """`steps` draft tokens a cycle (fewer only where the target's context ends).
+
+        Raises InputError for a prompt that is empty or too long, ConfigError without a drafter or for steps < 1.
+        """
+        self._check(prompt_ids, max_new_tokens)
+        chain = self._chain
+        if chain is None or steps < 1:
+            found = "no drafter" if chain is None else f"steps = {steps}"
+            raise ConfigError(f"speculative decoding: expected a drafter and at least one draft step, found {found}.")
+        clock = _Clock(self._device)
+        cache = DynamicCache()
+        chain.reset()
+        sequence = list(prompt_ids)
+        sequence += self._forward(sequence, cache, keep=1)
+        first = len(prompt_ids)
+        aux_TC = self._aux()
+        if first > 1:  # all but the newest position, which belongs to the first cycle
+            chain.extend(aux_TC[:-1], sequence[1:first])
+        aux_TC = aux_TC[-1:]
+        prefill_seconds = clock.lap()
+        passes: list[VerifyPass] = []
+        while self._unfinished(sequence[first:], max_new_tokens):
+            start = len(sequence) - 2
+            chain.extend(aux_TC, sequence[-len(aux_TC) :])
+            drafted = chain.draft(min(steps, self.max_positions - len(sequence)))
+            verified = self._forward([sequence[-1], *drafted], cache)
+            accepted = _agreeing(drafted, verified)
+            if accepted < len(drafted):
+                cache.crop(accepted - len(drafted))
+            aux_TC = self._aux()[: accepted + 1]
+            passes.append(VerifyPass(start, drafted, accepted, verified[accepted]))
+            sequence += verified[: accepted + 1]
+        return self._generation(sequence[first:], passes, max_new_tokens, prefill_seconds, clock.lap())
+
+    def _forward(self, tokens: list[int], cache: DynamicCache, keep: int = 0) -> list[int]:
+        """The target's argmax after each token (after the last `keep` only); appends to the cache, captures states."""
+        input_ids = torch.tensor([tokens], device=self._device)
+        arguments = {self._cache_argument: cache, "use_cache": True, "logits_to_keep": keep}
+        return self.model(input_ids=input_ids, **arguments).logits[0].argmax(-1).tolist()
+
+    def _capture(self, layer: int) -> Any:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            self._captured[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def _aux(self) -> Tensor:
+        """[T, 3H]: the captured layer outputs of the last forward, side by side."""
+        assert self._chain is not None
+        return torch.cat([self._captured[layer][0] for layer in self._chain.aux_layers], dim=-1)
+
+    def _unfinished(self, answer: list[int], max_new_tokens: int) -> bool:
+        return len(answer) < max_new_tokens and self.eos_ids.isdisjoint(answer)
+
+    def _generation(
+        self, answer: list[int], passes: list[VerifyPass], max_new_tokens: int, prefill_seconds: float, seconds: float
+    ) -> Generation:
+        ends = [i for i, token in enumerate(answer[:max_new_tokens]) if token in self.eos_ids]
+        tokens = answer[: ends[0] + 1] if ends else answer[:max_new_tokens]
+        return Generation(tokens, passes, "stop" if ends else "length", prefill_seconds, seconds, len(tokens) - 1)
+
+    def _check(self, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
+        vocabulary = self._embedding.num_embeddings
+        if not prompt_ids:
+            raise InputError("prompt: expected at least one token, found none. Give text, messages or input_ids.")
+        if min(prompt_ids) < 0 or max(prompt_ids) >= vocabulary:
+            raise InputError(
+                f"prompt: expected token ids from 0 to {vocabulary - 1}, found {min(prompt_ids)} to {max(prompt_ids)}. "
+                "Tokenize with the target's tokenizer."
+            )
+        if max_new_tokens < 1 or len(prompt_ids) + max_new_tokens > self.max_positions:
+            raise InputError(
+                f"prompt of {len(prompt_ids)} tokens and max_new_tokens {max_new_tokens}: expected at least one new "
+                f"token and at most {self.max_positions} in all (the target's max_position_embeddings). Shorten either."
+            )
+
+
+def load_engine(
+    target_config: TargetConfig,
+    serve_config: ServeConfig,
+    drafter_folder: Path | None,
+    random_shape: DrafterShape | None,
+    seed: int,
+) -> tuple[ReferenceEngine, TargetFacts, DrafterShape]:
+    """The engine with the drafter of a folder, or a random one of a shape; the target's facts; the drafter's shape.
+
+    Raises TargetError, CheckpointError (a damaged drafter, or one made for another target), ConfigError unless exactly
+    one drafter is given.
+    """
+    if (drafter_folder is None) == (random_shape is None):
+        raise ConfigError(
+            "reference engine: expected either a drafter folder or a random shape, found both or neither."
+        )
+    torch.set_num_threads(max(1, round(serve_config.cpus)))
+    device = torch.device("cuda" if serve_config.gpus > 0 else "cpu")
+    facts = read_facts(target_config)
+    model = load_model(facts, target_config, device, serve_config.dtype if serve_config.dtype != "auto" else "")
+    if drafter_folder is not None:
+        drafter = load_drafter(drafter_folder)
+    else:
+        assert random_shape is not None
+        drafter = random_drafter(random_shape, seed)
+    check_fits(
+        drafter.shape,
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+        layers=facts.layers,
+        where=drafter_folder or "random drafter",
+    )
+    eos_ids = _eos_ids(model, facts, target_config)
+    return ReferenceEngine(model, eos_ids, drafter.to(device, model.dtype).eval()), facts, drafter.shape
+
+
+def random_drafter(shape: DrafterShape, seed: int) -> Drafter:
+    """Random float32 weights and a valid map (the lowest D ids): right in cost, wrong in every guess."""
+    generator = torch.Generator().manual_seed(seed)
+    drafter = Drafter(shape)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+    drafter.t2d[: shape.draft_vocab_size] = True
+    return drafter
+
+
+def _eos_ids(model: Any, facts: TargetFacts, config: TargetConfig) -> list[int]:
+    declared = model.generation_config.eos_token_id
+    if declared is None:
+        declared = load_tokenizer(facts, config).eos_token_id
+    if declared is None:
+        raise TargetError(
+            explain(
+                "end of sequence",
+                where=facts.path,
+                expected="eos_token_id in generation_config.json or the tokenizer",
+                found="none",
+                fix="Add it: without one no answer ends.",
+            )
+        )
+    return declared if isinstance(declared, list) else [declared]
+
+
+def _agreeing(drafted: list[int], verified: list[int]) -> int:
+    """Length of the longest prefix of the drafts that the target would have said itself."""
+    accepted = 0
+    while accepted < len(drafted) and drafted[accepted] == verified[accepted]:
+        accepted += 1
+    return accepted
+
+
+class _Clock:
+    """Wall time between laps, in seconds; work queued on a GPU counts in the lap that queued it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mark = time.perf_counter()
+
+    def lap(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        before, self._mark = self._mark, time.perf_counter()
+        return self._mark - before
