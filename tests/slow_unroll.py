@@ -95,7 +95,9 @@ def slow_unroll(
                     heads.append(sum(w * value[a // group] for w, (_, value) in zip(weights, seen, strict=True)))
                 y = hidden[t] + attn.o_proj.weight @ torch.cat(heads)
                 x = rms_norm(y, layer.post_attention_layernorm.weight, eps)
-                u = y + layer.mlp.down_proj.weight @ (F.silu(layer.mlp.gate_proj.weight @ x) * (layer.mlp.up_proj.weight @ x))
+                u = y + layer.mlp.down_proj.weight @ (
+                    F.silu(layer.mlp.gate_proj.weight @ x) * (layer.mlp.up_proj.weight @ x)
+                )
                 following[t] = u
                 logits = drafter.lm_head.weight @ rms_norm(u, drafter.norm.weight, eps)
                 result.logits[number, k, t] = logits

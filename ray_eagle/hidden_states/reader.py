@@ -37,6 +37,10 @@ class HiddenStates:
         unit, row = self._rows[index]
         return decode(self._reader(unit).get_batch(row))
 
+    def lengths(self) -> list[int]:
+        """Tokens of each sample, from the ids alone."""
+        return [len(self._reader(unit).get_batch(row).column("input_ids")[0]) for unit, row in self._rows]
+
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))
 

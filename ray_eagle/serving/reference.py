@@ -20,6 +20,7 @@ from ray_eagle.config import ServeConfig, TargetConfig
 from ray_eagle.drafter.checkpoint import check_fits, load_drafter
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
+from ray_eagle.drafter.start import random_drafter
 from ray_eagle.errors import ConfigError, InputError, TargetError, explain
 from ray_eagle.serving.chain import DrafterChain, Drafting
 from ray_eagle.serving.generation import Generation, VerifyPass
@@ -177,18 +178,6 @@ def load_engine(
     )
     eos_ids = _eos_ids(model, facts, target_config)
     return ReferenceEngine(model, eos_ids, drafter.to(device, model.dtype).eval()), facts, drafter.shape
-
-
-def random_drafter(shape: DrafterShape, seed: int) -> Drafter:
-    """Random float32 weights and a valid map (the lowest D ids): right in cost, wrong in every guess."""
-    generator = torch.Generator().manual_seed(seed)
-    drafter = Drafter(shape)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
-    drafter.t2d[: shape.draft_vocab_size] = True
-    return drafter
 
 
 def _eos_ids(model: Any, facts: TargetFacts, config: TargetConfig) -> list[int]:

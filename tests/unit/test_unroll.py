@@ -18,7 +18,9 @@ from tests.tiny import tiny_drafter, tiny_shape
 GOLDEN = Path(__file__).parent / "eagle3_golden.safetensors"
 
 
-def make_sample(tokens: torch.Tensor, mask: torch.Tensor, aux: torch.Tensor, last_T: torch.Tensor, head: torch.Tensor) -> Sample:
+def make_sample(
+    tokens: torch.Tensor, mask: torch.Tensor, aux: torch.Tensor, last_T: torch.Tensor, head: torch.Tensor
+) -> Sample:
     """A sample as extraction would store it: teacher rows where the next token is supervised."""
     last = last_T[:-1][mask[1:].bool()]
     logits = last @ head.T
@@ -32,7 +34,9 @@ class Golden:
     def __init__(self, case: str) -> None:
         with safe_open(GOLDEN, framework="pt") as file:
             self.settings = json.loads(file.metadata()["cases"])[case]
-            self.tensors = {k.removeprefix(f"{case}."): file.get_tensor(k) for k in file.keys() if k.startswith(f"{case}.")}  # noqa: SIM118
+            self.tensors = {
+                k.removeprefix(f"{case}."): file.get_tensor(k) for k in file.keys() if k.startswith(f"{case}.")
+            }  # noqa: SIM118
         weights = {k.removeprefix("drafter."): v for k, v in self.tensors.items() if k.startswith("drafter.")}
         head_dim = {"single_document": 16, "packed_turns": 32}[case]
         eps, theta = {"single_document": (1e-5, 1e4), "packed_turns": (1e-6, 1e6)}[case]
@@ -51,7 +55,11 @@ class Golden:
         for document in t["input.document"].unique():
             rows = t["input.document"] == document
             mask = torch.ones(int(rows.sum())) if supervise_all else t["input.supervised"][rows]
-            made.append(make_sample(t["input.tokens"][rows], mask.long(), t["input.aux"][rows], t["input.last_normed"][rows], self.head))
+            made.append(
+                make_sample(
+                    t["input.tokens"][rows], mask.long(), t["input.aux"][rows], t["input.last_normed"][rows], self.head
+                )
+            )
         return made
 
 
@@ -74,7 +82,9 @@ def test_losses_accuracies_and_masks_equal_the_golden_ones(case: str) -> None:
     pack = make_pack(golden.samples(), 4)
     chained = None
     step_losses = []
-    for k, scores in enumerate(score_steps(golden.drafter, pack, golden.embedding, golden.head[golden.drafter.target_ids])):
+    for k, scores in enumerate(
+        score_steps(golden.drafter, pack, golden.embedding, golden.head[golden.drafter.target_ids])
+    ):
         at = scores.at_N.tolist()
         assert at == expected["expected.drafted.supervised"][k].nonzero()[:, 0].tolist()
         in_vocab = expected["expected.drafted.in_draft_vocab"][k]
@@ -109,7 +119,9 @@ def random_sample(generator: torch.Generator, shape: DrafterShape, head: torch.T
     return make_sample(tokens, mask, aux, last, head)
 
 
-def fast_loss(drafter: Drafter, samples: list[Sample], embedding: torch.Tensor, head: torch.Tensor, steps: int) -> tuple[torch.Tensor, list[dict[int, bool]]]:
+def fast_loss(
+    drafter: Drafter, samples: list[Sample], embedding: torch.Tensor, head: torch.Tensor, steps: int
+) -> tuple[torch.Tensor, list[dict[int, bool]]]:
     pack = make_pack(samples, steps).to(torch.device("cpu"), embedding.dtype)
     weights = loss_weights(entering_counts(pack, drafter.t2d), 0.8)
     total, right = torch.zeros((), dtype=embedding.dtype), []

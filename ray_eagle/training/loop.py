@@ -1,0 +1,310 @@
+"""The Ray Train worker: forward, backward and optimizer steps over globally planned packs, resumable at any step.
+
+The cursor is the number of optimizer steps done. Packs of a step are dealt to workers in turn; every loss is divided by the
+positions that enter it in the whole step, so neither the number of workers nor empty ones change what is learned.
+"""
+
+import math
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ray_eagle.config import Config, TrainConfig
+from ray_eagle.drafter.model import Drafter
+from ray_eagle.drafter.start import start_drafter
+from ray_eagle.errors import WorkerError
+from ray_eagle.hidden_states.reader import HiddenStates
+from ray_eagle.probing.predict import SamplePrediction, predict, predicted_length
+from ray_eagle.run import LOGS, RunFolder
+from ray_eagle.target.loading import TargetFacts, choose_dtype, head_and_embedding
+from ray_eagle.training.packing import Pack, make_pack
+from ray_eagle.training.schedule import epoch_steps, learning_rate
+from ray_eagle.training.unroll import entering_counts, loss_weights, score_steps
+from ray_eagle.vocab import read_map
+
+STATE = "state.pt"
+HISTORY = "train.jsonl"
+SCORE = "predicted_acceptance_length"
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """What a worker is told: settings and places, no tensors."""
+
+    config: Config
+    run: RunFolder
+    facts: TargetFacts
+
+
+def train_loop(job: dict[str, Any]) -> None:
+    """Body of each Ray Train worker."""
+    import ray.train
+
+    trainer = Trainer(job["job"], ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size())
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint:
+        with checkpoint.as_directory() as folder:
+            trainer.load(Path(folder) / STATE)
+    while trainer.step < trainer.total_steps:
+        trainer.train_step()
+        if trainer.at_checkpoint():
+            metrics = trainer.validate()
+            with tempfile.TemporaryDirectory() as folder:
+                if trainer.rank == 0:
+                    trainer.save(Path(folder) / STATE)
+                    ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
+                else:
+                    ray.train.report(metrics)
+
+
+class Trainer:
+    """One worker's model, optimizer and data; plain torch, usable without Ray."""
+
+    def __init__(self, job: TrainJob, rank: int = 0, world: int = 1) -> None:
+        self.job, self.rank, self.world = job, rank, world
+        self.settings: TrainConfig = job.config.train
+        self.device = torch.device("cuda" if self.settings.use_gpu else "cpu")
+        torch.set_num_threads(max(1, round(self.settings.cpus_per_worker)))
+        torch.use_deterministic_algorithms(self.settings.deterministic)
+        self.compute = choose_dtype(self.settings.compute_dtype, self.device)
+        d2t, t2d = read_map(job.run.of("vocab"))
+        seed = job.config.seed
+        self.drafter = start_drafter(job.config.drafter, job.facts, d2t, t2d, seed).to(self.device)
+        self.drafter.inverse_frequencies = self.drafter.inverse_frequencies.to(self.device)
+        head_VH, embedding_VH, _ = head_and_embedding(job.facts)
+        self.draft_head_DH = head_VH[self.drafter.target_ids.cpu()].to(self.device, torch.float32)
+        self.embedding_VH = embedding_VH.to(self.device, torch.float32)
+        self.data = HiddenStates(job.run.of("extract"), "train")
+        self.validation = HiddenStates(job.run.of("extract"), "validation")
+        self.lengths = [length for length in self.data.lengths()]
+        per_epoch = [len(self._epoch(e)) for e in range(self.settings.epochs)]
+        self.epoch_ends = [sum(per_epoch[: e + 1]) for e in range(self.settings.epochs)]
+        self.total_steps = self.epoch_ends[-1]
+        self.optimizer = _optimizer(self.drafter, self.settings)
+        self.generator = torch.Generator(self.device).manual_seed(seed + rank)
+        self.step = 0
+        self.history = History(job.run) if rank == 0 else None
+        self._recent = _Recent(self.settings.unroll_steps)
+
+    def _epoch(self, epoch: int) -> list[list[list[int]]]:
+        s = self.settings
+        return epoch_steps(self.lengths, s.tokens_per_pack, s.packs_per_step, self.job.config.seed, epoch)
+
+    def _packs_of_step(self) -> list[list[int]]:
+        epoch = next(e for e, end in enumerate(self.epoch_ends) if self.step < end)
+        start = self.epoch_ends[epoch - 1] if epoch else 0
+        return self._epoch(epoch)[self.step - start]
+
+    def at_checkpoint(self) -> bool:
+        """At the end of every epoch, and every `checkpoint_every` steps."""
+        return self.step in self.epoch_ends or self.step % self.settings.checkpoint_every == 0
+
+    def train_step(self) -> None:
+        """One optimizer step over this worker's share of the step's packs. Raises WorkerError on a non-finite loss."""
+        s = self.settings
+        packs = [self._pack(indices) for indices in self._packs_of_step()[self.rank :: self.world]]
+        counts_K = sum(
+            (entering_counts(pack, self.drafter.t2d) for pack in packs),
+            start=torch.zeros(s.unroll_steps, dtype=torch.int64, device=self.device),
+        )
+        weights_K = loss_weights(self._sum(counts_K), s.step_decay).float()
+        for pack in packs:
+            with torch.autocast(self.device.type, self.compute, enabled=self.compute != torch.float32):
+                loss = self._loss(pack, weights_K)
+            if not math.isfinite(loss.item()):
+                raise WorkerError(
+                    f"train: the loss of step {self.step} is {loss.item()}, in samples {', '.join(pack.names)}. Lower train.lr, "
+                    "or run `ray-eagle verify` on the hidden states."
+                )
+            loss.backward()
+        for parameter in self.drafter.parameters():
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            parameter.grad = self._sum(gradient)
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), s.clip)
+        rate = learning_rate(self.step, self.total_steps, peak=s.lr, floor=s.lr_floor, warmup_share=s.warmup_share)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self._recent.end_step(float(norm), rate)
+        if self.step % s.report_every == 0 or self.step == self.total_steps:
+            self._log(self._recent.figures(self._sum))
+
+    def _loss(self, pack: Pack, weights_K: Tensor) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        for k, scores in enumerate(score_steps(self.drafter, pack, self.embedding_VH, self.draft_head_DH)):
+            summed = scores.losses_N[scores.enters_N].sum()
+            total = total + summed * weights_K[k]
+            self._recent.add(k, summed.detach(), scores.enters_N, scores.right_N)
+        return total
+
+    def _pack(self, indices: list[int]) -> Pack:
+        pack = make_pack([self.data[i] for i in indices], self.settings.unroll_steps).to(self.device, torch.float32)
+        return replace(pack, aux_TC=add_noise(pack.aux_TC, self.settings, self.generator))
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all workers."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def validate(self) -> dict[str, float]:
+        """Predicted acceptance length and accuracies over this run's validation conversations, the same on all workers."""
+        mine = range(self.rank, len(self.validation), self.world)
+        with torch.autocast(self.device.type, self.compute, enabled=self.compute != torch.float32):
+            predictions = predict(
+                self.drafter,
+                (self.validation[i] for i in mine),
+                self.embedding_VH,
+                self.draft_head_DH,
+                self.settings.unroll_steps,
+            )
+        if self.world > 1:
+            gathered: list[Any] = [None] * self.world
+            dist.all_gather_object(gathered, predictions)
+            predictions = [p for part in gathered for p in part]
+        figures = validation_figures(predictions, self.settings.unroll_steps)
+        self._log(figures)
+        return {**figures, "step": float(self.step)}
+
+    def _log(self, figures: dict[str, float]) -> None:
+        if self.history:
+            epoch = sum(self.step > end for end in self.epoch_ends[:-1]) + 1
+            self.history.add({"step": self.step, "steps": self.total_steps, "epoch": epoch, **figures})
+
+    def save(self, path: Path) -> None:
+        """Everything that decides the rest of the run: weights, optimizer, cursor, random state."""
+        state = {
+            "drafter": self.drafter.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "generator": self.generator.get_state(),
+            "history": self.history.text() if self.history else "",
+        }
+        torch.save(state, path)
+
+    def load(self, path: Path) -> None:
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        self.drafter.load_state_dict(state["drafter"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+        self.generator.set_state(state["generator"].cpu())
+        if self.history:
+            self.history.restore(state["history"])
+
+
+def add_noise(aux_TC: Tensor, settings: TrainConfig, generator: torch.Generator) -> Tensor:
+    """Aux states with uniform noise in [-noise, noise], or Gaussian noise of that deviation."""
+    if not settings.noise:
+        return aux_TC
+    noise = torch.empty_like(aux_TC)
+    if settings.noise_kind == "uniform":
+        noise.uniform_(-settings.noise, settings.noise, generator=generator)
+    else:
+        noise.normal_(std=settings.noise, generator=generator)
+    return aux_TC + noise
+
+
+def validation_figures(predictions: list[SamplePrediction], steps: int) -> dict[str, float]:
+    """Pooled validation figures; `val_` losses and accuracies by step."""
+    figures = {SCORE: predicted_length(predictions)}
+    for k in range(steps):
+        counted = max(1, sum(p.counted_K[k] for p in predictions))
+        figures[f"val_accuracy_{k}"] = sum(p.right_K[k] for p in predictions) / counted
+        figures[f"val_outside_vocab_{k}"] = sum(p.outside_K[k] for p in predictions) / counted
+        figures[f"val_loss_{k}"] = sum(p.loss_sums_K[k] for p in predictions) / max(
+            1, sum(p.entering_K[k] for p in predictions)
+        )
+    return figures
+
+
+def _optimizer(drafter: Drafter, settings: TrainConfig) -> torch.optim.AdamW:
+    matrices = [p for p in drafter.parameters() if p.dim() == 2]
+    norms = [p for p in drafter.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": norms, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
+
+
+class _Recent:
+    """Sums since the last log line, of this worker."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._reset()
+
+    def _reset(self) -> None:
+        # rows: summed loss, positions in the loss, right choices, positions that count
+        self.sums_4K = torch.zeros(4, self.steps, dtype=torch.float64)
+        self.norms: list[float] = []
+        self.rate = 0.0
+        self.began = time.monotonic()
+
+    def add(self, k: int, loss: Tensor, enters_N: Tensor, right_N: Tensor) -> None:
+        self.sums_4K[:, k] += torch.tensor(
+            [loss.item(), enters_N.sum().item(), right_N.sum().item(), len(enters_N)], dtype=torch.float64
+        )
+
+    def end_step(self, norm: float, rate: float) -> None:
+        self.norms.append(norm)
+        self.rate = rate
+
+    def figures(self, total: Any) -> dict[str, float]:
+        loss_K, entered_K, right_K, counted_K = total(self.sums_4K.clone())
+        seconds = time.monotonic() - self.began
+        figures = {
+            "lr": self.rate,
+            "grad_norm": sum(self.norms) / len(self.norms),
+            "tokens_per_second": float(counted_K[0]) / seconds,
+        }
+        for k in range(self.steps):
+            figures[f"loss_{k}"] = float(loss_K[k] / entered_K[k].clamp(min=1))
+            figures[f"accuracy_{k}"] = float(right_K[k] / counted_K[k].clamp(min=1))
+            figures[f"outside_vocab_{k}"] = float(1 - entered_K[k] / counted_K[k].clamp(min=1))
+        self._reset()
+        return figures
+
+
+class History:
+    """The curves of a run: logs/train.jsonl, TensorBoard events beside it, and gauges on the Ray dashboard."""
+
+    def __init__(self, run: RunFolder) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folder = run.folder(LOGS)
+        self.folder.create()
+        self.rows: list[dict[str, float]] = []
+        self.board = SummaryWriter(self.folder.file("tensorboard")) if self.folder.is_local else None
+        self.gauges: dict[str, Any] = {}
+
+    def add(self, row: dict[str, float]) -> None:
+        from ray.util.metrics import Gauge
+
+        self.rows.append(row)
+        self.folder.write_jsonl(HISTORY, self.rows)
+        for name, value in row.items():
+            if self.board and name not in ("step", "steps"):
+                self.board.add_scalar(name, value, int(row["step"]))
+            if name not in self.gauges:
+                self.gauges[name] = Gauge(f"eagle_train_{name}", description=f"{name} of the training run")
+            self.gauges[name].set(value)
+        if self.board:
+            self.board.flush()
+
+    def text(self) -> str:
+        import json
+
+        return json.dumps(self.rows)
+
+    def restore(self, text: str) -> None:
+        """Go back to the rows of a checkpoint: what a killed worker logged after it is logged again."""
+        import json
+
+        self.rows = json.loads(text)
+        self.folder.write_jsonl(HISTORY, self.rows)

@@ -1,0 +1,182 @@
+"""Stage `train`: a Ray Train run over the hidden states, then the best checkpoint exported as a drafter folder."""
+
+import math
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ray_eagle.cluster import ensure_resources
+from ray_eagle.config import Config
+from ray_eagle.drafter.checkpoint import check_drafter, save_drafter
+from ray_eagle.drafter.model import Drafter
+from ray_eagle.drafter.start import new_shape, start_drafter
+from ray_eagle.errors import InputError, WorkerError
+from ray_eagle.hidden_states.reader import HiddenStates
+from ray_eagle.progress import Progress
+from ray_eagle.run import CHECKPOINTS, LOGS, Folder, RunFolder
+from ray_eagle.stage import Outcome
+from ray_eagle.target.loading import TargetFacts
+from ray_eagle.training.loop import HISTORY, SCORE, STATE, TrainJob, train_loop
+from ray_eagle.vocab import read_map
+
+RUN_NAME = "ray-train"
+
+
+def train(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress) -> Outcome:
+    """Train (or go on from the last checkpoint), keep the best by predicted acceptance length, export it."""
+    import ray.train
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    settings = config.train
+    d2t, t2d = read_map(run.of("vocab"))
+    start_drafter(config.drafter, facts, d2t, t2d, config.seed)  # every complaint about inputs before workers start
+    supervised = _supervised_tokens(run)
+    bundle = {"CPU": settings.cpus_per_worker, "GPU": float(settings.use_gpu)}
+    ensure_resources(bundle, settings.workers, config.ray.wait_s)
+    checkpoints = run.folder(CHECKPOINTS)
+    checkpoints.create()
+    trainer = TorchTrainer(
+        train_loop,
+        train_loop_config={"job": TrainJob(config, run, facts)},
+        torch_config=TorchConfig(backend="nccl" if settings.use_gpu else "gloo"),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=settings.workers,
+            use_gpu=settings.use_gpu,
+            resources_per_worker={k: v for k, v in bundle.items() if v},
+        ),
+        run_config=ray.train.RunConfig(
+            name=RUN_NAME,
+            storage_path=checkpoints.path,
+            storage_filesystem=checkpoints.fs,
+            failure_config=ray.train.FailureConfig(max_failures=settings.max_failures),
+            checkpoint_config=ray.train.CheckpointConfig(
+                num_to_keep=settings.keep_checkpoints + 1,
+                checkpoint_score_attribute=SCORE,
+                checkpoint_score_order="max",
+            ),
+        ),
+    )
+    with _Follow(run, progress):
+        try:
+            result = trainer.fit()
+        except ray.train.TrainingFailedError as error:
+            raise WorkerError(f"train: {_cause(error)}") from error
+    best = _best(result)
+    metrics = dict(best[1])
+    drafter = Drafter(new_shape(config.drafter, facts, len(d2t)) if not config.drafter.path else _given_shape(config))
+    with best[0].as_directory() as folder:
+        drafter.load_state_dict(torch.load(Path(folder) / STATE, map_location="cpu", weights_only=True)["drafter"])
+    export(drafter, run.of("train"))
+    run.of("train").write_json("training.json", {"best": metrics, "history": run.folder(LOGS).read_jsonl(HISTORY)})
+    progress.say(
+        f"train: best checkpoint at step {metrics['step']:.0f}, predicted acceptance length "
+        f"{metrics[SCORE]:.3f} on validation conversations; exported to {run.of('train').path}"
+    )
+    return Outcome(
+        samples=len(HiddenStates(run.of("extract"), "train")), tokens=supervised * settings.epochs, facts=metrics
+    )
+
+
+def export(drafter: Drafter, folder: Folder) -> None:
+    """Write the SGLang folder, every key and shape checked, to any filesystem."""
+    with tempfile.TemporaryDirectory() as temporary:
+        save_drafter(drafter, Path(temporary))
+        check_drafter(Path(temporary))
+        for name in ("model.safetensors", "config.json"):
+            folder.write_bytes(name, (Path(temporary) / name).read_bytes())
+
+
+def _given_shape(config: Config) -> Any:
+    from ray_eagle.drafter.checkpoint import read_shape
+
+    return read_shape(Path(str(config.drafter.path)))
+
+
+def _supervised_tokens(run: RunFolder) -> int:
+    states = HiddenStates(run.of("extract"), "train")
+    if not len(states):
+        raise InputError(
+            f"{run.of('extract').path}: expected training conversations, found none. Lower generate.held_out_share."
+        )
+    if not len(HiddenStates(run.of("extract"), "validation")):
+        raise InputError(
+            f"{run.of('extract').path}: expected validation conversations, found none: nothing could choose the best "
+            "checkpoint. Raise generate.validation_share or add prompts."
+        )
+    return sum(r.supervised_tokens for i, r in states.records.items() if states.plan.units[i].split == "train")
+
+
+def _best(result: Any) -> tuple[Any, dict[str, float]]:
+    """The checkpoint with the highest predicted acceptance length (nan, no pass to walk, counts as lowest)."""
+    if not result.best_checkpoints:
+        raise WorkerError("train: the run ended without a checkpoint. See logs/ in the run folder.")
+
+    def score(entry: tuple[Any, dict[str, float]]) -> tuple[float, float]:
+        value = entry[1][SCORE]
+        return (-math.inf if math.isnan(value) else value, entry[1]["step"])
+
+    return max(result.best_checkpoints, key=score)
+
+
+def _cause(error: Any) -> str:
+    failures = getattr(error, "worker_failures", None) or {}
+    for rank, failure in failures.items():
+        cause = getattr(failure, "cause", failure)
+        return f"worker {rank} failed: {cause}"
+    return str(error)
+
+
+class _Follow:
+    """Shows the workers' history file as progress while the trainer blocks."""
+
+    def __init__(self, run: RunFolder, progress: Progress) -> None:
+        self.folder = run.folder(LOGS)
+        self.progress = progress
+        self.done = 0.0
+        self.started = False
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> None:
+        self.thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        self.thread.join()
+        self._show()
+
+    def _watch(self) -> None:
+        while not self.stop.wait(0.5):
+            self._show()
+
+    def _show(self) -> None:
+        if not self.folder.exists(HISTORY):
+            return
+        rows = self.folder.read_jsonl(HISTORY)
+        if not rows:
+            return
+        if not self.started:
+            self.progress.start("train", rows[-1]["steps"], "steps")
+            self.started = True
+        latest: dict[str, float] = {}
+        for row in rows:
+            latest |= row
+        if latest["step"] > self.done:
+            self.progress.advance(latest["step"] - self.done, _note(latest))
+            self.done = latest["step"]
+
+
+def _note(row: dict[str, float]) -> str:
+    parts = [f"epoch {row['epoch']}"]
+    if "loss_0" in row:
+        parts += [
+            f"loss {row['loss_0']:.2f}",
+            f"accuracy {row['accuracy_0']:.2f}",
+            f"{row['tokens_per_second']:,.0f} tok/s",
+        ]
+    if SCORE in row:
+        parts.append(f"predicted length {row[SCORE]:.2f}")
+    return ", ".join(parts)
