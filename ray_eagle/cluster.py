@@ -7,6 +7,7 @@ import os
 import platform
 import secrets
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,15 @@ class ClusterInfo:
     """Totals of CPU, GPU, memory (bytes), ..."""
     private: bool
     """Started by this process, and ending with it."""
+
+
+@dataclass(frozen=True)
+class NodeAnswer:
+    """What a function returned on a node, or why it did not."""
+
+    node: str
+    value: Any = None
+    error: str = ""
 
 
 def connect(config: RayConfig) -> ClusterInfo:
@@ -139,27 +149,38 @@ def visible_everywhere(folder: Folder) -> None:
             )
         ) from None
     try:
-        reads = {}
-        for node in ray.nodes():
-            if node["Alive"]:
-                pinned = _read.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
-                reads[pinned.remote(folder.fs, folder.path, name)] = (
-                    f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-                )
-        ray.wait(list(reads), num_returns=len(reads), timeout=NODE_ANSWER_S)
-        blind = [f"{node}: {reason}" for ref, node in reads.items() if (reason := _reason(ref, nonce))]
+        answers = on_every_node(_read, folder.fs, folder.path, name)
     finally:
         folder.delete_file(name)
+    blind = [f"{a.node}: {a.error or a.value or 'an empty file'}" for a in answers if a.error or a.value != nonce]
     if blind:
         raise ConfigError(
             explain(
                 "run folder is not shared",
                 where=folder.path,
-                expected=f"the file that this process wrote there, on each of {len(reads)} nodes",
+                expected=f"the file that this process wrote there, on each of {len(answers)} nodes",
                 found="; ".join(blind),
                 fix="Put `run` on a filesystem that every node mounts at the same path, or at a URI (s3://, gs://).",
             )
         )
+
+
+def on_every_node(function: Callable[..., Any], *args: Any) -> list[NodeAnswer]:
+    """Call `function(*args)` in a task without CPUs or GPUs pinned on each node that is alive."""
+    task = ray.remote(num_cpus=0, max_retries=0)(function)
+    refs = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            pin = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            ref = task.options(scheduling_strategy=pin).remote(*args)
+            refs[ref] = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+    ray.wait(list(refs), num_returns=len(refs), timeout=NODE_ANSWER_S)
+    return [_answer(ref, node) for ref, node in refs.items()]
+
+
+def total(resource: str) -> float:
+    """What all nodes have of it, in use or not."""
+    return ray.cluster_resources().get(resource, 0.0)
 
 
 def versions() -> dict[str, str]:
@@ -175,7 +196,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-@ray.remote(num_cpus=0, max_retries=0)
 def _read(fs: pafs.FileSystem, path: str, name: str) -> str:
     try:
         return Folder(fs, path).read_bytes(name).decode()
@@ -183,15 +203,13 @@ def _read(fs: pafs.FileSystem, path: str, name: str) -> str:
         return str(error)
 
 
-def _reason(ref: Any, nonce: str) -> str:
-    """Why a node does not see the nonce; empty when it does."""
+def _answer(ref: Any, node: str) -> NodeAnswer:
     try:
-        text = ray.get(ref, timeout=0)
+        return NodeAnswer(node, ray.get(ref, timeout=0))
     except ray.exceptions.GetTimeoutError:
-        return f"no answer within {NODE_ANSWER_S:g} s"
+        return NodeAnswer(node, error=f"no answer within {NODE_ANSWER_S:g} s")
     except ray.exceptions.RayError as error:
-        return _first_line(error)
-    return "" if text == nonce else text or "another content"
+        return NodeAnswer(node, error=_first_line(error))
 
 
 def _nodes() -> list[dict[str, float]]:
