@@ -24,6 +24,13 @@ def run_checks(config: Config, run: RunFolder, connected: bool) -> PreflightRepo
     return _Checks(config, run, connected).report()
 
 
+FIXES = {
+    "target": "Check target.path, and copy config.json again.",
+    "tokenizer": "Copy its files again, or use the instruct model (own code needs target.trust_remote_code).",
+}
+"""Ways out of errors of other libraries, which name none."""
+
+
 class _Checks:
     def __init__(self, config: Config, run: RunFolder, connected: bool) -> None:
         self.config, self.run, self.connected = config, run, connected
@@ -58,13 +65,13 @@ class _Checks:
     def _guard(self, check: str, look: Callable[[], list[Finding]]) -> None:
         try:
             self.findings += look()
-        except EagleError as error:  # its message ends with the way out
-            self.findings.append(Finding(level="error", check=check, message=str(error)))
-        except (
-            Exception
-        ) as error:  # a file so damaged that its reader did not foresee it must not hide the other checks
-            message = f"{type(error).__name__}: {error}"
-            fix = f"Check what the settings name for {check}; --debug shows where this arose."
+        except EagleError as error:
+            complete = str(error).endswith(".")  # it ends with the way out, unless it quotes another library
+            fix = "" if complete else FIXES.get(check, "")
+            self.findings.append(Finding(level="error", check=check, message=str(error), fix=fix))
+        except Exception as error:  # a file that its reader did not foresee must not hide the other checks
+            message = f"{check}: unexpected {type(error).__name__}: {error}"
+            fix = FIXES.get(check, f"Check what the settings name for {check}.")
             self.findings.append(Finding(level="error", check=check, message=message, fix=fix))
 
     def _target(self) -> list[Finding]:
