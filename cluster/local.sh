@@ -96,6 +96,7 @@ Ray head: pid $head, address 127.0.0.1:$port, dashboard and job API http://127.0
 Submit a job, for example:
   ray job submit --address http://127.0.0.1:$dashboard_port --working-dir . -- python jobs/preflight.py -c run.yaml
   ray-eagle preflight -c run.yaml --address http://127.0.0.1:$dashboard_port
+To join it without a job (ray.address: 127.0.0.1:$port), export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 first.
 TEXT
 }
 

@@ -22,6 +22,8 @@ from ray_eagle.run import Folder
 
 PACKAGES = ("ray", "torch", "transformers", "pyarrow", "safetensors", "numpy")
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the driver of a submitted job, and for nothing else
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 NODE_ANSWER_S = 60.0
 
 _private = False
@@ -234,10 +236,20 @@ def _check_address(address: str, where: str) -> None:
 
 
 def _probe(address: str) -> None:
-    """Raise OSError where nothing listens at HOST:PORT: Ray itself takes half a minute to notice."""
+    """Raise OSError where nothing listens at HOST:PORT: Ray itself takes a minute to notice."""
     host, separator, port = address.rpartition(":")
-    if separator and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    if not separator or not port.isdigit():
+        return
+    socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    if host in LOOPBACK:  # Ray replaces it by the address of this machine, unless LOOPBACK_SWITCH is 0
+        host = ray.util.get_node_ip_address()
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except OSError:
+            words = (
+                f"one on loopback alone, and Ray looks for it at {host}: export {LOOPBACK_SWITCH}=0, or submit a job"
+            )
+            raise ConnectionError(words) from None
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,6 +6,7 @@ exactly what the submitter would have run here.
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import shlex
@@ -170,6 +171,7 @@ def _client(address: str) -> JobSubmissionClient:
     expected = "the http URL of a Ray dashboard, such as http://127.0.0.1:8265"
     if not address.startswith(("http://", "https://")):
         raise ConfigError(explain("cluster address", where="--address", expected=expected, found=address, fix=fix))
+    logging.getLogger("ray").setLevel(logging.WARNING)  # uploads and closed connections are no news
     try:
         return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError, ValueError, requests.RequestException) as error:

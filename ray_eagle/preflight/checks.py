@@ -144,7 +144,9 @@ class _Checks:
 
     def _visible(self) -> list[Finding]:
         cluster.visible_everywhere(self.run)
-        return [Finding(level="ok", check="run folder", message=f"{self.run.path} is seen by {self.nodes} nodes.")]
+        return [
+            Finding(level="ok", check="run folder", message=f"{self.run.path} is seen by every node ({self.nodes}).")
+        ]
 
 
 def count_prompts(prompts: str, limit: int | None) -> int:

@@ -223,17 +223,29 @@ def test_submit_explains_an_address_where_nothing_answers(address: str, words: s
 
 
 @pytest.fixture(scope="module")
-def dashboard() -> Iterator[str]:
-    """The job API of a head that cluster/local.sh started on free ports."""
+def head() -> Iterator[tuple[int, int]]:
+    """Port and dashboard port of a head that cluster/local.sh started."""
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         ports = [one.getsockname()[1], two.getsockname()[1]]
     names = ("RAY_EAGLE_PORT", "RAY_EAGLE_DASHBOARD_PORT")
     env = {**os.environ, **{n: str(p) for n, p in zip(names, ports, strict=True)}, "RAY_EAGLE_VENV": sys.prefix}
     script = ROOT / "cluster" / "local.sh"
     subprocess.run(["bash", script, "start"], env=env, check=True, capture_output=True, timeout=200)
-    yield f"http://127.0.0.1:{ports[1]}"
+    yield ports[0], ports[1]
     subprocess.run(["bash", script, "stop"], env=env, check=True, capture_output=True, timeout=100)
     shutil.rmtree(f"/tmp/ray-eagle-{os.getuid()}-{ports[0]}")
+
+
+@pytest.fixture(scope="module")
+def dashboard(head: tuple[int, int]) -> str:
+    return f"http://127.0.0.1:{head[1]}"
+
+
+def test_local_head_is_joined_directly_with_rays_loopback_switch_and_only_then(head: tuple[int, int]) -> None:
+    code = CONNECT.format(f"127.0.0.1:{head[0]}") + "; print(c.total('CPU'))"
+    assert float(run_python(code, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0").stdout) >= 4
+    error = run_python(code, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="1").stderr.splitlines()[-1]
+    assert "export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, or submit a job" in error
 
 
 JOB = """

@@ -391,7 +391,7 @@ def test_connected_checks_ask_every_node(
     report = check(settings(target, tmp_path / "run"), connected=True)
     assert report.ok
     seen = next(finding for finding in report.findings if finding.check == "run folder")
-    assert "is seen by 1 nodes" in seen.message
+    assert "is seen by every node (1)" in seen.message
     monkeypatch.chdir(tmp_path)
     report = check(settings(target, Path("/proc/self/cwd/run")), connected=True)
     (error,) = bad(report)
