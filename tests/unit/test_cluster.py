@@ -244,8 +244,11 @@ def dashboard(head: tuple[int, int]) -> str:
 def test_local_head_is_joined_directly_with_rays_loopback_switch_and_only_then(head: tuple[int, int]) -> None:
     code = CONNECT.format(f"127.0.0.1:{head[0]}") + "; print(c.total('CPU'))"
     assert float(run_python(code, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0").stdout) >= 4
-    error = run_python(code, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="1").stderr.splitlines()[-1]
-    assert "export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, or submit a job" in error
+    done = run_python(code, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="1")
+    if ray.util.get_node_ip_address() == "127.0.0.1":  # a machine without a network: both ways are one
+        assert float(done.stdout) >= 4
+    else:
+        assert "export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, or submit a job" in done.stderr.splitlines()[-1]
 
 
 JOB = """
