@@ -24,3 +24,31 @@ def check_aux_layers(ids: tuple[int, int, int] | None, layers: int) -> tuple[int
             f"found {list(ids)}. Engines capture in layer order whatever the order in the config."
         )
     return ids
+
+
+SGLANG_BEFORE = "SGLang before 2026-05"
+SGLANG_SINCE = "SGLang since 2026-05"
+READ_BY_FIRST_ID = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe_lite")
+
+
+def layer_readings(ids: tuple[int, ...] | list[int], layers: int, model_type: str) -> dict[str, list[int]]:
+    """What each engine takes from the ids in a drafter's config: engine -> ids as "output of layer L".
+
+    `layers` and `model_type` are the target's. -1 is the output of the embedding.
+    """
+    as_output, as_input = list(ids), [k - 1 for k in ids]
+    before = since = as_output
+    if model_type == "gpt_oss" and max(ids) == layers:
+        before = since = as_input
+    elif model_type in READ_BY_FIRST_ID and ids[0] != 1:
+        since = as_input
+    return {
+        SGLANG_BEFORE: before,
+        SGLANG_SINCE: since,
+        "vLLM": as_input,
+        "speculators": as_input,
+        "SpecForge": as_output,
+        "TorchSpec": as_output,
+        "ModelOpt": as_output,
+        "AngelSlim": as_output,
+    }

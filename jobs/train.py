@@ -1,0 +1,10 @@
+"""The train stage as a Ray job.
+
+ray job submit --address http://127.0.0.1:8265 --working-dir . -- python jobs/train.py -c run.yaml
+"""
+
+import sys
+
+from ray_eagle.cli import main
+
+main(["train", *sys.argv[1:], "--in-job"])

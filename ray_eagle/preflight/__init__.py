@@ -1,0 +1,1 @@
+"""Checks before anything expensive starts: artifacts, machine, cluster, and what the run will cost."""

@@ -1,0 +1,158 @@
+"""All checks of a run in order. Nothing here raises: what is wrong becomes a finding."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ray_eagle import cluster
+from ray_eagle.config import PRESETS, Config
+from ray_eagle.errors import EagleError
+from ray_eagle.preflight import artifacts, machine
+from ray_eagle.preflight.estimate import estimate_run, human_bytes
+from ray_eagle.preflight.report import Estimate, Finding, PreflightReport
+from ray_eagle.run import Folder, RunFolder
+from ray_eagle.target.loading import TargetFacts, choose_dtype, read_facts
+
+
+def run_checks(config: Config, run: RunFolder, connected: bool) -> PreflightReport:
+    """Check target, drafter, machine and, when `connected` to a cluster, what its nodes see; estimate the cost.
+
+    Everything that is wrong, even in reading what is to be checked, is a finding.
+    """
+    return _Checks(config, run, connected).report()
+
+
+FIXES = {
+    "target": "Check target.path, and copy config.json again.",
+    "tokenizer": "Copy its files again, or use the instruct model (own code needs target.trust_remote_code).",
+}
+"""Ways out of errors of other libraries, which name none."""
+
+
+class _Checks:
+    def __init__(self, config: Config, run: RunFolder, connected: bool) -> None:
+        self.config, self.run, self.connected = config, run, connected
+        self.findings: list[Finding] = []
+        self.facts: TargetFacts | None = None
+        self.weights: artifacts.Weights | None = None
+        self.estimate: Estimate | None = None
+        self.nodes = 1
+
+    def report(self) -> PreflightReport:
+        config = self.config
+        self._guard("target", self._target)
+        self._guard("dtype", lambda: artifacts.check_dtypes(config))
+        facts = self.facts
+        if facts:
+            self._guard("target weights", self._weights)
+            self._guard("tokenizer", lambda: artifacts.check_tokenizer(facts, config.target))
+            if path := config.drafter.path:
+                self._guard("drafter", lambda: artifacts.check_given_drafter(path, facts))
+        self._guard("environment", lambda: machine.check_environment(os.environ))
+        self._guard("port", lambda: machine.check_port(config.serve))
+        self._guard("GPUs", self._gpus)
+        self._guard("CPUs", self._cpus)
+        self._guard("host memory", self._memory)
+        self._guard("prompts", self._cost)
+        if self.estimate:
+            self._guard("disk", self._disk)
+        if self.connected:
+            self._guard("run folder", self._visible)
+        return PreflightReport(findings=tuple(self.findings), estimate=self.estimate)
+
+    def _guard(self, check: str, look: Callable[[], list[Finding]]) -> None:
+        try:
+            self.findings += look()
+        except EagleError as error:
+            complete = str(error).endswith(".")  # it ends with the way out, unless it quotes another library
+            fix = "" if complete else FIXES.get(check, "")
+            self.findings.append(Finding(level="error", check=check, message=str(error), fix=fix))
+        except Exception as error:  # a file that its reader did not foresee must not hide the other checks
+            message = f"{check}: unexpected {type(error).__name__}: {error}"
+            fix = FIXES.get(check, f"Check what the settings name for {check}.")
+            self.findings.append(Finding(level="error", check=check, message=message, fix=fix))
+
+    def _target(self) -> list[Finding]:
+        self.facts = facts = read_facts(self.config.target)
+        message = (
+            f"{facts.path}: {facts.model_type}, context {facts.max_position_embeddings}, captures {facts.aux_layers}."
+        )
+        return [Finding(level="ok", check="target", message=message)]
+
+    def _weights(self) -> list[Finding]:
+        assert self.facts
+        findings, self.weights = artifacts.check_weights(self.facts)
+        return findings
+
+    def _gpus(self) -> list[Finding]:
+        asked, stages = machine.gpu_demand(self.config)
+        if not self.connected:
+            return machine.check_gpus({"": machine.list_gpus()}, asked, stages)
+        answers = cluster.on_every_node(machine.list_gpus)
+        self.nodes = len(answers)
+        silent = [
+            Finding(
+                level="warning", check="GPUs", message=f"{a.node}: {a.error}.", fix="Check that ray_eagle runs there."
+            )
+            for a in answers
+            if a.error
+        ]
+        return silent + machine.check_gpus({a.node: a.value for a in answers if not a.error}, asked, stages)
+
+    def _cpus(self) -> list[Finding]:
+        threads = machine.cpu_threads()
+        logical = cluster.total("CPU") if self.connected else self.config.ray.num_cpus or max(4, os.cpu_count() or 1)
+        return machine.check_cpus(*machine.cpu_demand(self.config), logical, threads)
+
+    def _memory(self) -> list[Finding]:
+        if not self.weights:
+            return []
+        stages = (self.config.generate, self.config.extract)
+        copies = max([1, *(stage.actors for stage in stages if stage.gpus == 0)])
+        device = torch.device("cuda" if self.config.extract.gpus else "cpu")
+        loaded = self.weights.loaded_bytes(choose_dtype(self.config.target.dtype, device))
+        return machine.check_memory(loaded, copies, machine.available_memory(), here=self.nodes == 1)
+
+    def _cost(self) -> list[Finding]:
+        assumed, extract = self.config.preflight, self.config.extract
+        done = self.run.finished("generate")
+        samples = done.samples if done else count_prompts(self.config.generate.prompts, self.config.generate.limit)
+        length = done.tokens / done.samples if done and done.samples and done.tokens else assumed.tokens_per_sample
+        if not self.facts:
+            return []
+        self.estimate = estimate = estimate_run(
+            hidden_size=self.facts.hidden_size,
+            samples=samples,
+            tokens_per_sample=min(length, extract.max_length),
+            supervised_share=assumed.supervised_share,
+            state_bytes=2 if extract.state_dtype == "bfloat16" else 4,
+            weights_bytes=self.weights.bytes if self.weights else 0,
+        )
+        message = (
+            f"{samples} {'conversations' if done else 'prompts'}, about {estimate.tokens} tokens: "
+            f"{human_bytes(estimate.hidden_state_bytes)} of hidden states."
+        )
+        return [Finding(level="ok", check="cost", message=message)]
+
+    def _disk(self) -> list[Finding]:
+        assert self.estimate
+        present = self.run.of("extract").size()
+        needed = max(0, self.estimate.hidden_state_bytes - present)
+        return machine.check_disk(self.run, needed, self.config.preflight.min_free_gib)
+
+    def _visible(self) -> list[Finding]:
+        cluster.visible_everywhere(self.run)
+        return [
+            Finding(level="ok", check="run folder", message=f"{self.run.path} is seen by every node ({self.nodes}).")
+        ]
+
+
+def count_prompts(prompts: str, limit: int | None) -> int:
+    """Non-empty lines of the prompts file (`builtin`: the one that ships here). Raises InputError without it."""
+    path = str(PRESETS / "prompts.jsonl") if prompts == "builtin" else prompts
+    parent, _, name = path.rpartition("/")
+    data = Folder.at(parent or Path.cwd()).read_bytes(name)
+    count = sum(1 for line in data.splitlines() if line.strip())
+    return min(count, limit) if limit else count
