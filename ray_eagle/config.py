@@ -5,6 +5,7 @@ Layers, later ones win: the defaults below, a preset (`preset: NAME` in the file
 """
 
 import difflib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -348,13 +349,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _scalar(text: str) -> Any:
-    value = yaml.safe_load(text) if text else text
-    if isinstance(value, str):  # YAML 1.1 reads 3e-5 as text
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+    return _floats(yaml.safe_load(text)) if text else text
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -372,9 +367,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _floats(tree: Any) -> Any:
+    """YAML 1.1 reads 3e-5 as text: make it the number that its writer meant."""
     if isinstance(tree, dict):
         return {key: _floats(value) for key, value in tree.items()}
-    return _scalar(tree) if isinstance(tree, str) else tree
+    if isinstance(tree, str) and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", tree):
+        return float(tree)
+    return tree
 
 
 def _preset_path(name: str) -> Path:

@@ -41,6 +41,8 @@ class Origin(BaseModel):
     """Stage or file -> key of what was read."""
     target: dict[str, str]
     """Fingerprints of the target's config, weights index, tokenizer and chat template."""
+    target_path: str = ""
+    """Where the target was; not part of the key, since a folder may move."""
     versions: dict[str, str] = {}
     finished: str | None = None
     """UTC time; None while the stage is not done."""

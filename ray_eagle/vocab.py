@@ -107,7 +107,7 @@ def given_map(config: Config, facts: TargetFacts) -> np.ndarray | None:
 def supervised_counts(folder: Folder, vocab_size: int) -> np.ndarray:
     """[V] int64 counts of supervised tokens of the training split, summed over its records."""
     plan = read_plan(folder)
-    counts_V = np.zeros(vocab_size, np.int64)
+    counts_V: np.ndarray = np.zeros(vocab_size, np.int64)
     for index, record in read_records(folder, plan).items():
         if plan.units[index].split == "train":
             counts_V[record.token_ids] += record.token_counts
@@ -121,6 +121,6 @@ def teacher_counts(folder: Folder, vocab_size: int) -> np.ndarray:
     counts: Counter[int] = Counter()
     for sample in HiddenStates(folder, "train"):
         counts.update(sample.top1.tolist())
-    counts_V = np.zeros(vocab_size, np.int64)
+    counts_V: np.ndarray = np.zeros(vocab_size, np.int64)
     counts_V[list(counts)] = list(counts.values())
     return counts_V

@@ -76,7 +76,7 @@ def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> Drafter:
     drafter = Drafter(shape)
     tensors = load_file(folder / WEIGHTS)
     drafter.load_state_dict({name: tensors[name] for name in shape.tensors()})
-    _check_map(drafter.d2t, drafter.t2d, folder)
+    check_map(drafter.d2t, drafter.t2d, folder)
     return drafter.to(dtype)
 
 
@@ -271,7 +271,7 @@ def check_fits(shape: DrafterShape, *, hidden_size: int, vocab_size: int, layers
         )
 
 
-def _check_map(d2t: torch.Tensor, t2d: torch.Tensor, folder: Path) -> None:
+def check_map(d2t: torch.Tensor, t2d: torch.Tensor, folder: Path) -> None:
     ids = torch.arange(len(d2t)) + d2t
     valid = bool(((ids >= 0) & (ids < len(t2d))).all())
     if not valid or not torch.equal(torch.zeros_like(t2d).index_fill_(0, ids, True), t2d):

@@ -12,9 +12,9 @@ from ray_eagle.config import Config, TargetConfig
 from ray_eagle.drafter.checkpoint import (
     FLOAT_DTYPES,
     WEIGHTS,
-    _check_map,
     check_drafter,
     check_fits,
+    check_map,
     read_header,
     read_tensor,
 )
@@ -144,7 +144,7 @@ def check_given_drafter(path: str, facts: TargetFacts) -> list[Finding]:
         layers=facts.layers,
         where=folder / "config.json",
     )
-    _check_map(read_tensor(folder / WEIGHTS, "d2t"), read_tensor(folder / WEIGHTS, "t2d"), folder)
+    check_map(read_tensor(folder / WEIGHTS, "d2t"), read_tensor(folder / WEIGHTS, "t2d"), folder)
     findings = [
         Finding(
             level="ok",

@@ -44,25 +44,24 @@ def predict(
     embedding_VH: Tensor,
     draft_head_DH: Tensor,
     steps: int,
+    *,
+    first_answer_only: bool = False,
     progress: Callable[[], None] = lambda: None,
 ) -> list[SamplePrediction]:
-    """Walk each sample with `steps` draft tokens a pass. Tensors in the drafter's dtype and on its device."""
+    """Walk the answers of each sample with `steps` draft tokens a pass. Tensors in the drafter's dtype, on its device."""
     predictions = []
     for sample in samples:
         pack = make_pack([sample], steps).to(embedding_VH.device, embedding_VH.dtype)
-        right_KT = np.zeros((steps, len(sample.input_ids)), dtype=bool)
+        right_KT: np.ndarray = np.zeros((steps, len(sample.input_ids)), dtype=bool)
         rows: list[tuple[int, int, int, float, int]] = []
         for k, scores in enumerate(score_steps(drafter, pack, embedding_VH, draft_head_DH)):
             right_KT[k, scores.at_N.cpu().numpy()] = scores.right_N.cpu().numpy()
             entering = int(scores.enters_N.sum())
             loss = float(scores.losses_N[scores.enters_N].sum())
             rows.append((int(scores.right_N.sum()), len(scores.at_N), len(scores.at_N) - entering, loss, entering))
-        passes = [
-            p
-            for first, last in answers_of(sample.loss_mask.tolist())
-            if first
-            for p in walk_answer(right_KT, first, last)
-        ]
+        answers = [(first, last) for first, last in answers_of(sample.loss_mask.tolist()) if first]
+        chosen = answers[:1] if first_answer_only else answers
+        passes = [one for first, last in chosen for one in walk_answer(right_KT, first, last)]
         right, counted, outside, losses, entered = (list(column) for column in zip(*rows, strict=True))
         predictions.append(
             SamplePrediction(

@@ -41,14 +41,15 @@ def generate_batch(
         ids_BT[row, width - len(prompt) :] = torch.tensor(prompt, device=model.device)
         mask_BT[row, width - len(prompt) :] = 1
     torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
+    greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    sampled = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     output_BT = model.generate(
         ids_BT,
         attention_mask=mask_BT,
         max_new_tokens=max_new_tokens,
         eos_token_id=eos,
         pad_token_id=pad,
-        **(sampling or {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}),
+        **(sampled if temperature > 0 else greedy),
     )
     return [_cut(row, eos) for row in output_BT[:, width:].tolist()]
 

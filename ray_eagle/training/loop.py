@@ -82,7 +82,7 @@ class Trainer:
         self.embedding_VH = embedding_VH.to(self.device, torch.float32)
         self.data = HiddenStates(job.run.of("extract"), "train")
         self.validation = HiddenStates(job.run.of("extract"), "validation")
-        self.lengths = [length for length in self.data.lengths()]
+        self.lengths = self.data.lengths()
         per_epoch = [len(self._epoch(e)) for e in range(self.settings.epochs)]
         self.epoch_ends = [sum(per_epoch[: e + 1]) for e in range(self.settings.epochs)]
         self.total_steps = self.epoch_ends[-1]

@@ -34,9 +34,8 @@ class Golden:
     def __init__(self, case: str) -> None:
         with safe_open(GOLDEN, framework="pt") as file:
             self.settings = json.loads(file.metadata()["cases"])[case]
-            self.tensors = {
-                k.removeprefix(f"{case}."): file.get_tensor(k) for k in file.keys() if k.startswith(f"{case}.")
-            }  # noqa: SIM118
+            names = [name for name in file.keys() if name.startswith(f"{case}.")]  # noqa: SIM118
+            self.tensors = {name.removeprefix(f"{case}."): file.get_tensor(name) for name in names}
         weights = {k.removeprefix("drafter."): v for k, v in self.tensors.items() if k.startswith("drafter.")}
         head_dim = {"single_document": 16, "packed_turns": 32}[case]
         eps, theta = {"single_document": (1e-5, 1e4), "packed_turns": (1e-6, 1e6)}[case]

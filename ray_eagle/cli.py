@@ -1,0 +1,284 @@
+"""The `ray-eagle` command: parses, calls a stage, prints. No logic.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or settings. Results go to stdout, everything else to stderr.
+"""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn, TextIO
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ray_eagle.config import Config, LoadedConfig, Section, load_config
+from ray_eagle.errors import ConfigError, EagleError
+
+HELP = {
+    "preflight": "Is everything there, compatible and free? What will it cost?",
+    "breakeven": "What must a drafter reach to be worth serving? Measured with a random one, or computed from two rates.",
+    "generate": "Let the target write the conversations that the drafter learns from.",
+    "extract": "Capture the target's hidden states over the conversations.",
+    "vocab": "Choose the tokens that the drafter may say.",
+    "train": "Train the drafter (or fine-tune a given one) and export it for SGLang.",
+    "probe": "Serve the drafter, measure acceptance and speed, and judge. With --from-shards: predict, without a server.",
+    "report": "Gather what the run found: report.json and a table.",
+    "run": "All stages in order: skips what is done, and stops when a drafter pays already or none can.",
+}
+SECTIONS = {name: (name,) for name in HELP if name in Config.model_fields} | {
+    "breakeven": ("breakeven", "serve", "drafter", "vocab"),
+    "probe": ("probe", "serve", "drafter"),
+    "train": ("train", "drafter"),
+    "run": (),
+    "report": (),
+}
+ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+app = typer.Typer(
+    name="ray-eagle",
+    help="Tell whether an EAGLE-3 drafter makes a language model faster, and train one that does.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+ConfigFile = Annotated[str | None, typer.Option("-c", "--config", help="YAML file with settings.")]
+Preset = Annotated[str | None, typer.Option(help="Preset to start from (smollm2-cpu, kimi-k2.5).")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a table.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+Address = Annotated[
+    str | None,
+    typer.Option(help="Submit as a job to the Ray cluster whose dashboard is at this URL, and follow its log."),
+]
+InJob = Annotated[bool, typer.Option("--in-job", hidden=True)]
+
+
+def _settings_help(sections: tuple[str, ...]) -> str:
+    """The settings that a stage reads, as flags, each with its default and documentation."""
+    lines = ["Settings (as flags, or in the YAML file; `ray-eagle config show` lists all):\n"]
+    for section in sections:
+        kind: Any = Config.model_fields[section].annotation
+        assert issubclass(kind, Section)
+        for name, field in kind.model_fields.items():
+            lines.append(f"\b\n--{section}.{name}  [{field.get_default()}]\n    {field.description}\n")
+    return "\n".join(lines) if sections else "Any setting can be given as a flag: --train.lr 1e-3, --run FOLDER.\n"
+
+
+def _stage_command(name: str) -> None:
+    @app.command(name, help=HELP[name], epilog=_settings_help(SECTIONS.get(name, ())), context_settings=ANY_SETTING)
+    def command(
+        context: typer.Context,
+        config: ConfigFile = None,
+        preset: Preset = None,
+        redo: Annotated[bool, typer.Option("--redo", help="Discard what this stage made, and make it again.")] = False,
+        address: Address = None,
+        json_output: Json = False,
+        debug: Debug = False,
+        in_job: InJob = False,
+    ) -> None:
+        words = list(context.args)
+        from_shards = name == "probe" and "--from-shards" in words
+        if from_shards:
+            words.remove("--from-shards")
+        with _explained(debug):
+            loaded = load_config(config, preset, words)
+            if address:
+                extra = ["--redo"] * redo + ["--from-shards"] * from_shards + ["--json"] * json_output
+                _submit(name, loaded, address, extra)
+            with _stdout_for_results() as out:
+                _run_stage(name, loaded.config, redo, from_shards, json_output, in_job, out)
+
+
+for _name in HELP:
+    if _name != "run":
+        _stage_command(_name)
+
+
+@app.command("run", help=HELP["run"], epilog=_settings_help(()), context_settings=ANY_SETTING)
+def run_all(
+    context: typer.Context,
+    config: ConfigFile = None,
+    preset: Preset = None,
+    redo: Annotated[
+        str | None, typer.Option(help="Discard this stage and all later ones, and make them again.")
+    ] = None,
+    address: Address = None,
+    json_output: Json = False,
+    debug: Debug = False,
+    in_job: InJob = False,
+) -> None:
+    with _explained(debug):
+        loaded = load_config(config, preset, list(context.args))
+        if address:
+            _submit("run", loaded, address, (["--redo", redo] if redo else []) + ["--json"] * json_output)
+        from ray_eagle.stages import ORDER
+
+        if redo and redo not in ORDER:
+            raise ConfigError(f"--redo: expected a stage ({', '.join(ORDER)}), found {redo!r}.")
+        with _stdout_for_results() as out, _pipeline(loaded.config, in_job) as pipeline:
+            report = pipeline.all(redo=redo)
+            _print_report(report, json_output, out)
+
+
+@app.command("verify", help="Re-read a whole hidden-state dataset and name each fault.")
+def verify_command(
+    folder: Annotated[str, typer.Argument(help="Folder or URI of the dataset (RUN/hidden_states).")],
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    with _explained(debug):
+        from ray_eagle.hidden_states.verify import verify
+        from ray_eagle.run import Folder
+
+        progress = _progress()
+        progress.start("verify", 0, "units")
+        faults = verify(Folder.at(folder), lambda done, total: progress.say(f"verify: unit {done} of {total}"))
+        progress.close()
+        if json_output:
+            print(json.dumps({"folder": folder, "faults": faults}))
+        else:
+            print("\n".join(faults) or f"{folder}: everything is as it was written")
+        if faults:
+            raise typer.Exit(1)
+
+
+@config_app.command("show", help="Print every effective setting and where it came from.", context_settings=ANY_SETTING)
+def config_show(
+    context: typer.Context,
+    config: ConfigFile = None,
+    preset: Preset = None,
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    with _explained(debug):
+        loaded = load_config(config, preset, list(context.args))
+        if json_output:
+            print(json.dumps({key: {"value": value, "from": origin} for key, value, origin in loaded.rows()}))
+            return
+        table = Table("setting", "value", "from")
+        for key, value, origin in loaded.rows():
+            table.add_row(key, str(value), origin, style=None if origin == "default" else "bold")
+        Console().print(table)
+
+
+def _run_stage(
+    name: str, config: Config, redo: bool, from_shards: bool, json_output: bool, in_job: bool, out: TextIO
+) -> None:
+    with _pipeline(config, in_job) as pipeline:
+        if from_shards:
+            from ray_eagle.probing.stage import predict_from_shards
+
+            found = predict_from_shards(config, pipeline.run, pipeline.facts, pipeline.progress)
+            text = json.dumps(found.model_dump(mode="json")) if json_output else _prediction(found)
+            print(text, file=out)
+            return
+        outcome = pipeline.stage(name, redo=redo)
+        if name == "report":
+            from ray_eagle.report.model import build_report
+
+            _print_report(build_report(config, pipeline.run), json_output, out)
+        elif json_output:
+            origin = pipeline.run.origin(name)
+            result = {"stage": name, "skipped": outcome is None, "facts": outcome.facts if outcome else {}}
+            print(json.dumps({**result, "origin": origin.model_dump(mode="json") if origin else None}), file=out)
+
+
+@contextmanager
+def _pipeline(config: Config, in_job: bool) -> Iterator[Any]:
+    from ray_eagle.run import RunFolder
+    from ray_eagle.stages import Pipeline, copy_config
+
+    run = RunFolder.open(config.run, in_job=in_job)
+    _quiet()
+    copy_config(config, run)
+    progress = _progress(in_job)
+    try:
+        yield Pipeline(config, run, progress)
+    finally:
+        progress.close()
+
+
+def _print_report(report: Any, json_output: bool, out: TextIO) -> None:
+    from ray_eagle.report.model import to_json
+    from ray_eagle.report.table import render
+
+    if json_output:
+        print(json.dumps(to_json(report)), file=out)
+    else:
+        Console(file=out, width=None if out.isatty() else 100).print(render(report))
+
+
+def _prediction(found: Any) -> str:
+    low, high = found.interval
+    marginal = ", ".join(f"{p:.1%}" for p in found.marginal)
+    return (
+        f"predicted acceptance length {found.acceptance_length:.3f} [{low:.3f}, {high:.3f}] over {found.verify_passes} "
+        f"passes of {found.prompts} held-out prompts; at least 1, 2, ... drafts accepted: {marginal}"
+    )
+
+
+def _submit(stage: str, loaded: LoadedConfig, address: str, extra: list[str]) -> NoReturn:
+    from ray_eagle.submission import submit
+
+    raise typer.Exit(submit(stage, loaded.config, address, extra=extra, emit=lambda line: print(line, flush=True)))
+
+
+def _progress(in_job: bool = False) -> Any:
+    from ray_eagle.terminal import LogProgress, TerminalProgress
+
+    console = Console(stderr=True)
+    return TerminalProgress(console) if console.is_terminal and not in_job else LogProgress()
+
+
+@contextmanager
+def _stdout_for_results() -> Iterator[TextIO]:
+    """Yields the real stdout, and sends whatever libraries print there to stderr meanwhile."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    out = os.fdopen(os.dup(kept), "w")
+    try:
+        yield out
+    finally:
+        out.close()
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _quiet() -> None:
+    """Libraries' own bars and greetings are not ours to show."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    for name in ("ray.serve", "ray.train", "ray.data", "ray"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+@contextmanager
+def _explained(debug: bool) -> Iterator[None]:
+    """Turn our errors into one message and an exit code; a traceback only with --debug."""
+    try:
+        yield
+    except EagleError as error:
+        if debug:
+            raise
+        sys.stderr.write(f"error: {error}\n")
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped: what was committed is kept, and the same command goes on from there\n")
+        raise typer.Exit(130) from None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of `ray-eagle` and of the job scripts."""
+    app(args=arguments)

@@ -1,0 +1,209 @@
+"""The stages `breakeven` and `probe`: serve a drafter, measure it, and put the prediction beside the measurement."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from ray_eagle.config import Config
+from ray_eagle.conversations.prompts import Prompt, closest, load_prompts, read_prompts, shingles
+from ray_eagle.conversations.template import render_prompt
+from ray_eagle.drafter.checkpoint import check_fits, load_drafter
+from ray_eagle.drafter.start import new_shape
+from ray_eagle.errors import InputError
+from ray_eagle.hidden_states.reader import HiddenStates
+from ray_eagle.probing.acceptance import Acceptance, acceptance
+from ray_eagle.probing.breakeven import break_even_from_rates
+from ray_eagle.probing.predict import predict
+from ray_eagle.probing.probe import BreakevenReport, ProbePrompt, ProbeReport, run_breakeven, run_probe
+from ray_eagle.progress import Progress
+from ray_eagle.run import Folder, RunFolder
+from ray_eagle.serving.app import deployed
+from ray_eagle.serving.client import HttpClient
+from ray_eagle.stage import Outcome
+from ray_eagle.target.loading import TargetFacts, head_and_embedding, load_tokenizer
+
+
+class Breakeven(BaseModel):
+    """probes/breakeven/breakeven.json."""
+
+    measured: BreakevenReport | None = None
+    arithmetic: float | None = None
+    """R from a given baseline and cycle time; nothing was served."""
+
+    def needed(self, steps: int) -> float | None:
+        """R at a number of draft steps, if it is known."""
+        if self.measured:
+            return next((row.needed for row in self.measured.rows if row.steps == steps), None)
+        return self.arithmetic
+
+
+class Probe(BaseModel):
+    """probes/{given,trained}/probe.json."""
+
+    served: ProbeReport
+    predicted: Acceptance | None
+    """The walk over captured held-out states; None where there are none."""
+    near_duplicates: int
+    """Prompts left out because they are close to a training prompt."""
+
+
+def breakeven(config: Config, run: RunFolder, facts: TargetFacts | None, progress: Progress) -> Outcome:
+    """Measure R with a random drafter of the right shape, or do the arithmetic for given rates. Writes breakeven.json."""
+    settings = config.breakeven
+    if settings.baseline_tps and settings.cycle_ms:
+        result = Breakeven(arithmetic=break_even_from_rates(settings.baseline_tps, settings.cycle_ms))
+        progress.say(
+            f"breakeven: {settings.baseline_tps:g} tok/s plain and {settings.cycle_ms:g} ms a cycle: a drafter must reach "
+            f"an acceptance length of {result.arithmetic:.2f}"
+        )
+    else:
+        assert facts is not None
+        prompts, _ = probe_prompts(config, facts)
+        shape = new_shape(config.drafter, facts, config.vocab.size)
+        progress.say("breakeven: serving the target with a random drafter")
+        with deployed(config, random_shape=shape) as client:
+            chosen = prompts[: settings.prompts]
+            progress.start("breakeven", len(chosen), "prompts")
+            report = run_breakeven(
+                client,
+                chosen,
+                settings.steps,
+                max_new_tokens=settings.max_new_tokens,
+                seed=config.seed,
+                progress=lambda done, total, note: progress.advance(1, note),
+            )
+        result = Breakeven(measured=report)
+        for row in report.rows:
+            progress.say(
+                f"breakeven: with {row.steps} draft steps a drafter must reach {row.needed:.2f} of at most {row.steps + 1}"
+            )
+    run.of("breakeven").write_json("breakeven.json", result.model_dump())
+    return Outcome(facts=result.model_dump())
+
+
+def probe(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress, *, stage: str = "probe") -> Outcome:
+    """Serve a drafter (the trained one, or with stage `probe-given` the given one), measure and judge it. Writes probe.json."""
+    folder = Folder.at(str(config.drafter.path)) if stage == "probe-given" else run.of("train")
+    settings = config.probe
+    prompts, dropped = probe_prompts(config, facts)
+    with local_copy(folder) as local, _client(config, local, progress) as client:
+        progress.start("probe", len(prompts), "prompts")
+        served = run_probe(
+            client,
+            prompts,
+            steps=settings.steps,
+            max_new_tokens=settings.max_new_tokens,
+            plain_prompts=settings.plain_prompts,
+            confidence=settings.confidence,
+            resamples=settings.resamples,
+            seed=config.seed,
+            progress=lambda done, total, note: progress.advance(1, note),
+        )
+        predicted = predict_held_out(config, run, facts, local, progress) if run.finished("extract") else None
+    result = Probe(served=served, predicted=predicted, near_duplicates=dropped)
+    run.of(stage).write_json("probe.json", result.model_dump())
+    return Outcome(
+        samples=served.prompts, tokens=sum(len(row.tokens) for row in served.rows), facts={"verdict": served.verdict}
+    )
+
+
+def predict_held_out(
+    config: Config, run: RunFolder, facts: TargetFacts, drafter_folder: Path, progress: Progress
+) -> Acceptance | None:
+    """Acceptance that the walk over captured held-out states predicts, first answers only; None without such states."""
+    states = HiddenStates(run.of("extract"), "held_out")
+    if not len(states):
+        return None
+    drafter = load_drafter(drafter_folder)
+    check_fits(
+        drafter.shape,
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+        layers=facts.layers,
+        where=drafter_folder,
+    )
+    torch.set_num_threads(max(1, round(config.serve.cpus)))
+    head_VH, embedding_VH, _ = head_and_embedding(facts)
+    categories = {prompt.id: prompt.category for prompt in load_prompts(config.generate)}
+    progress.start("predict", len(states), "conversations")
+    predictions = predict(
+        drafter,
+        states,
+        embedding_VH.float(),
+        head_VH[drafter.target_ids].float(),
+        config.probe.steps,
+        first_answer_only=True,
+        progress=lambda: progress.advance(1),
+    )
+    return acceptance(
+        [p.accepted for p in predictions],
+        [categories.get(p.source_id, "none") for p in predictions],
+        steps=config.probe.steps,
+        confidence=config.probe.confidence,
+        resamples=config.probe.resamples,
+        seed=config.seed,
+    )
+
+
+def predict_from_shards(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress) -> Acceptance:
+    """Prediction for the given drafter, or the run's own, without a server. Raises InputError without held-out states."""
+    folder = Folder.at(config.drafter.path) if config.drafter.path else run.of("train")
+    run.input_key("extract")
+    with local_copy(folder) as local:
+        found = predict_held_out(config, run, facts, local, progress)
+    if found is None:
+        raise InputError(
+            f"{run.of('extract').path}: expected held-out conversations to walk over, found none. Raise "
+            "generate.held_out_share in a new run."
+        )
+    return found
+
+
+def probe_prompts(config: Config, facts: TargetFacts) -> tuple[list[ProbePrompt], int]:
+    """First turns of the held-out prompts (or of probe.prompts) that are near no training prompt, and how many were.
+
+    Raises InputError when none is left.
+    """
+    known = load_prompts(config.generate)
+    trained = [shingles(" ".join(p.turns)) for p in known if p.split != "held_out"]
+    chosen: list[Prompt] = [p for p in known if p.split == "held_out"]
+    if config.probe.prompts:
+        chosen = read_prompts(Path(config.probe.prompts).expanduser())
+    far = [p for p in chosen if closest(shingles(" ".join(p.turns)), trained) < config.generate.near_duplicate]
+    if not far:
+        raise InputError(
+            f"probe: expected held-out prompts, found {len(chosen)}, all close to training prompts. Raise "
+            "generate.held_out_share, or name other prompts in probe.prompts."
+        )
+    tokenizer = load_tokenizer(facts, config.target)
+    prompts = [ProbePrompt(id=p.id, category=p.category, input_ids=render_prompt(tokenizer, p.turns[0])) for p in far]
+    return prompts[: config.probe.limit], len(chosen) - len(far)
+
+
+@contextmanager
+def local_copy(folder: Folder) -> Iterator[Path]:
+    """The drafter folder as a local path: itself, or a temporary copy from another filesystem."""
+    if folder.is_local:
+        yield Path(folder.path)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in ("config.json", "model.safetensors"):
+            (Path(temporary) / name).write_bytes(folder.read_bytes(name))
+        yield Path(temporary)
+
+
+@contextmanager
+def _client(config: Config, drafter_folder: Path, progress: Progress) -> Iterator[Any]:
+    """A server that already runs at probe.url, or one deployed for as long as the probe lasts."""
+    if config.probe.url:
+        with HttpClient(config.probe.url, config.serve.token) as client:
+            yield client
+        return
+    progress.say(f"probe: serving the target with the drafter in {drafter_folder}")
+    with deployed(config, drafter_folder=drafter_folder) as client:
+        yield client

@@ -1,0 +1,1 @@
+"""What a run found, for machines (report.json) and for people (a table)."""

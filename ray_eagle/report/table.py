@@ -1,0 +1,88 @@
+"""The report as a table that a person understands."""
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from ray_eagle.preflight.estimate import human_bytes
+from ray_eagle.report.model import Report
+
+COLOURS = {"serve": "green", "fine-tune": "yellow", "not-worth-it": "red", "broken": "red"}
+DASH = "-"
+
+
+def render(report: Report) -> Group:
+    """Result, seconds and bytes by stage, and the verdict."""
+    return Group(_result(report), _stages(report), _verdict(report))
+
+
+def _result(report: Report) -> Table:
+    table = Table(title=f"Drafter on held-out prompts, {report.steps} draft steps", title_justify="left")
+    table.add_column("figure")
+    table.add_column("served", justify="right")
+    table.add_column("predicted from states", justify="right")
+    table.add_row("acceptance length", _number(report.acceptance_length), _number(report.predicted_acceptance_length))
+    table.add_row("  95 % interval", _interval(report.acceptance_interval), _interval(report.predicted_interval))
+    for position in range(len(report.marginal_acceptance)):
+        predicted = report.predicted_marginal[position] if report.predicted_marginal else None
+        table.add_row(
+            f"  at least {position + 1} draft{'s' if position else ''} accepted",
+            _share(report.marginal_acceptance[position]),
+            _share(predicted),
+        )
+    table.add_row("  without repeated 8-grams", _number(report.acceptance_without_repeats), "")
+    table.add_row("repeated 8-grams in the answers", _share(report.repeated_8gram_share), "")
+    table.add_row("prompts / verify passes", f"{report.prompts} / {report.verify_passes}", "")
+    table.add_section()
+    table.add_row("break-even (needed to be faster)", _number(report.break_even), "")
+    if report.break_even_before_training:
+        before = ", ".join(f"{steps}: {needed:.2f}" for steps, needed in report.break_even_before_training.items())
+        table.add_row("  before training, by draft steps", before, "")
+    table.add_row("speed-up over plain decoding", f"{report.speedup:.2f}x" if report.speedup else DASH, "")
+    if report.plain_tokens_per_second and report.speculative_tokens_per_second:
+        speeds = f"{report.plain_tokens_per_second:.1f} / {report.speculative_tokens_per_second:.1f}"
+        table.add_row("  tokens/s, plain / speculative", speeds, "")
+    table.add_row("answers identical to plain decoding", _share(report.plain_identical_share), "")
+    return table
+
+
+def _stages(report: Report) -> Table:
+    table = Table(title="Stages", title_justify="left")
+    table.add_column("stage")
+    for column in ("seconds", "samples", "tokens", "on disk"):
+        table.add_column(column, justify="right")
+    for name, stage in report.stages.items():
+        table.add_row(
+            name,
+            f"{stage.seconds:.0f}",
+            f"{stage.samples:,}" if stage.samples else DASH,
+            f"{stage.tokens:,}" if stage.tokens else DASH,
+            human_bytes(stage.bytes) if stage.bytes else DASH,
+        )
+    table.add_section()
+    total = sum(stage.bytes for stage in report.stages.values())
+    table.add_row("all", f"{sum(s.seconds for s in report.stages.values()):.0f}", "", "", human_bytes(total))
+    return table
+
+
+def _verdict(report: Report) -> Text:
+    text = Text()
+    text.append("Verdict: ", style="bold")
+    text.append(report.verdict or "none yet", style=f"bold {COLOURS.get(report.verdict or '', 'white')}")
+    for reason in report.reasons:
+        text.append(f"\n  {reason}")
+    if report.drafter:
+        text.append(f"\n  Drafter: {report.drafter}")
+    return text
+
+
+def _number(value: float | None) -> str:
+    return DASH if value is None else f"{value:.3f}"
+
+
+def _interval(value: tuple[float, float] | None) -> str:
+    return DASH if value is None else f"{value[0]:.3f} to {value[1]:.3f}"
+
+
+def _share(value: float | None) -> str:
+    return DASH if value is None else f"{value:.1%}"

@@ -1,0 +1,285 @@
+"""The pipeline: which stage reads what, when one is done, and what `run` decides on the way."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ray_eagle.cluster import connect, versions
+from ray_eagle.config import Config
+from ray_eagle.conversations.generate import generate
+from ray_eagle.conversations.prompts import prompts_hash
+from ray_eagle.drafter.checkpoint import read_shape
+from ray_eagle.errors import InputError, OriginError
+from ray_eagle.hidden_states.extract import extract
+from ray_eagle.preflight.checks import run_checks
+from ray_eagle.probing.stage import Breakeven, Probe, breakeven, probe
+from ray_eagle.progress import Progress
+from ray_eagle.report.model import Report, build_report, to_json
+from ray_eagle.run import CHECKPOINTS, LOGS, Origin, RunFolder, content_hash, differences
+from ray_eagle.stage import Outcome
+from ray_eagle.target.loading import TargetFacts, fingerprint, read_facts
+from ray_eagle.training.train import train
+from ray_eagle.vocab import vocab
+
+ORDER = ("preflight", "breakeven", "probe-given", "generate", "extract", "vocab", "train", "probe", "report")
+MACHINE_ONLY = frozenset(
+    {"actors", "cpus", "gpus", "workers", "cpus_per_worker", "report_every", "max_failures", "keep_checkpoints"}
+    | {"host", "port", "token", "start_s", "url"}
+)
+"""Settings that decide where and how fast, not what: changing them redoes nothing."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a stage is made from."""
+
+    sections: tuple[str, ...]
+    """Groups of settings that decide its content."""
+    upstream: tuple[str, ...] = ()
+    """Stages whose artifacts it reads."""
+    prompts: bool = False
+    """Reads the prompts file."""
+    given: bool = False
+    """Reads the given drafter."""
+    on_cluster: bool = False
+
+
+KINDS = {
+    "breakeven": Kind(("breakeven", "drafter", "vocab", "serve"), prompts=True, on_cluster=True),
+    "probe-given": Kind(("probe", "serve"), prompts=True, given=True, on_cluster=True),
+    "generate": Kind(("generate",), prompts=True, on_cluster=True),
+    "extract": Kind(("extract",), ("generate",), on_cluster=True),
+    "vocab": Kind(("vocab",), ("extract",), given=True),
+    "train": Kind(("train", "drafter"), ("extract", "vocab"), given=True, on_cluster=True),
+    "probe": Kind(("probe", "serve"), ("train",), prompts=True, on_cluster=True),
+}
+
+
+class Pipeline:
+    """One run: its settings, its folder, and the target's facts."""
+
+    def __init__(self, config: Config, run: RunFolder, progress: Progress) -> None:
+        self.config, self.run, self.progress = config, run, progress
+        self._facts: TargetFacts | None = None
+
+    @property
+    def facts(self) -> TargetFacts:
+        """Read from the target's files at first use. Raises TargetError."""
+        if self._facts is None:
+            self._facts = read_facts(self.config.target)
+        return self._facts
+
+    def stage(self, name: str, *, redo: bool = False) -> Outcome | None:
+        """Run one stage, or say that it is done already (None). Raises OriginError when its folder was made otherwise."""
+        if name == "preflight":
+            return self._preflight()
+        if name == "report":
+            return self._report()
+        wanted = self._origin(name)
+        if redo:
+            self._discard(name)
+        found = self.run.origin(name)
+        if found and found.key != wanted.key:
+            raise OriginError(self._mismatch(name, found, wanted))
+        if found and found.finished:
+            self.progress.say(f"{name}: done already ({found.finished}, {found.seconds:.0f} s)")
+            return None
+        self.run.of(name).create()
+        self.run.write_origin(wanted)
+        if KINDS[name].on_cluster and not self._arithmetic_only(name):
+            connect(self.config.ray)
+        began = time.monotonic()
+        outcome = self._call(name)
+        wanted.seconds = round((found.seconds if found else 0.0) + time.monotonic() - began, 2)
+        wanted.bytes = self.run.of(name).size()
+        wanted.samples, wanted.tokens = outcome.samples, outcome.tokens
+        wanted.finished = datetime.now(UTC).isoformat(timespec="seconds")
+        wanted.versions = versions()
+        self.run.write_origin(wanted)
+        self.progress.say(f"{name}: done in {wanted.seconds:.0f} s")
+        return outcome
+
+    def all(self, *, redo: str | None = None) -> Report:
+        """Every stage in order, skipping what is done, with the decisions of the design. Returns the report."""
+        later = ORDER[ORDER.index(redo) :] if redo else ()
+        for name in ORDER[:-1]:
+            if name == "probe-given" and not self.config.drafter.path:
+                continue
+            if name == "preflight" and self._everything_done() and not redo:
+                continue
+            self.stage(name, redo=name in later and name in KINDS)
+            stop = self._decide(name)
+            if stop and not self.config.train_anyway:
+                self.progress.say(stop)
+                break
+            if stop:
+                self.progress.say(f"{stop} Going on all the same (train_anyway).")
+        self.stage("report")
+        return build_report(self.config, self.run)
+
+    def _decide(self, name: str) -> str | None:
+        """Why the run should stop after this stage; None to go on."""
+        if name == "breakeven":
+            found = Breakeven.model_validate(self.run.of(name).read_json("breakeven.json"))
+            if found.measured and not any(row.can_pay for row in found.measured.rows):
+                return "run: break-even exceeds steps + 1 at every setting, so no drafter can pay here: stopping."
+            if found.arithmetic and found.arithmetic >= self.config.probe.steps + 1:
+                return (
+                    f"run: break-even {found.arithmetic:.2f} is beyond {self.config.probe.steps + 1}, the most that "
+                    f"{self.config.probe.steps} draft steps can reach: no drafter can pay here, stopping."
+                )
+        if name == "probe-given":
+            served = Probe.model_validate(self.run.of(name).read_json("probe.json")).served
+            if served.verdict == "serve":
+                return (
+                    f"run: the given drafter pays already ({served.acceptance.acceptance_length:.2f} against "
+                    f"{served.break_even:.2f}): serve {self.config.drafter.path} with {served.steps} draft steps. "
+                    "Stopping; --train-anyway goes on."
+                )
+        return None
+
+    def _everything_done(self) -> bool:
+        names = [n for n in KINDS if n != "probe-given" or self.config.drafter.path]
+        return all(self.run.finished(name) for name in names)
+
+    def _call(self, name: str) -> Outcome:
+        call: dict[str, Callable[[], Outcome]] = {
+            "breakeven": lambda: breakeven(
+                self.config, self.run, None if self._arithmetic_only(name) else self.facts, self.progress
+            ),
+            "probe-given": lambda: probe(self.config, self.run, self.facts, self.progress, stage="probe-given"),
+            "generate": lambda: generate(self.config, self.run, self.facts, self.progress),
+            "extract": lambda: extract(self.config, self.run, self.facts, self.progress),
+            "vocab": lambda: vocab(self.config, self.run, self.facts, self.progress),
+            "train": lambda: train(self.config, self.run, self.facts, self.progress),
+            "probe": lambda: probe(self.config, self.run, self.facts, self.progress),
+        }
+        return call[name]()
+
+    def _arithmetic_only(self, name: str) -> bool:
+        return name == "breakeven" and self.config.breakeven.baseline_tps is not None
+
+    def _origin(self, name: str) -> Origin:
+        """What the stage would be made from now. Raises OriginError when an input is not there."""
+        kind = KINDS[name]
+        if self._arithmetic_only(name):
+            return Origin(stage=name, settings=self.config.breakeven.model_dump(mode="json"), inputs={}, target={})
+        settings: dict[str, Any] = {
+            section: {
+                key: value
+                for key, value in getattr(self.config, section).model_dump(mode="json").items()
+                if key not in MACHINE_ONLY and key not in ("path", "prompts")
+            }
+            for section in kind.sections
+        }
+        settings["seed"] = self.config.seed
+        settings["target"] = {
+            "dtype": self.config.target.dtype,
+            "attention": self.config.target.attention,
+            "aux_layers": list(self.facts.aux_layers),
+        }
+        inputs = {upstream: self.run.input_key(upstream) for upstream in kind.upstream}
+        for upstream in kind.upstream:
+            self._check_current(upstream, name)
+        if kind.prompts:
+            inputs["prompts"] = prompts_hash(self.config.generate)
+            if name.startswith("probe") and self.config.probe.prompts:
+                inputs["probe.prompts"] = content_hash(_read_text(self.config.probe.prompts))
+        if kind.given and self.config.drafter.path:
+            inputs["drafter"] = _drafter_hash(self.config.drafter.path)
+        return Origin(
+            stage=name,
+            settings=settings,
+            inputs=inputs,
+            target=self.facts.fingerprint,
+            target_path=str(self.facts.path),
+        )
+
+    def _check_current(self, upstream: str, reader: str) -> None:
+        """An input made from other settings than the ones in use now must not be read silently."""
+        found, wanted = self.run.origin(upstream), self._origin(upstream)
+        if found and found.key != wanted.key:
+            raise OriginError(
+                f"{reader}: its input does not belong to these settings. " + self._mismatch(upstream, found, wanted)
+            )
+
+    def _mismatch(self, name: str, found: Origin, wanted: Origin) -> str:
+        folder = self.run.of(name).path
+        way_out = f"Use another run folder (--run), or redo it: `ray-eagle {name} --redo`."
+        if found.target != wanted.target:
+            return (
+                f"{folder} was made with the target {found.target_path} ({_short(found.target)}), these settings name "
+                f"{wanted.target_path} ({_short(wanted.target)}). {way_out}"
+            )
+        return f"{folder} was made from other settings or inputs: {'; '.join(differences(found, wanted))}. {way_out}"
+
+    def _discard(self, name: str) -> None:
+        self.run.of(name).delete()
+        if name == "train":
+            self.run.folder(CHECKPOINTS).delete()
+            self.run.folder(LOGS).delete()
+
+    def _preflight(self) -> Outcome:
+        """Check everything that can be checked now. Raises InputError that names each error with its way out."""
+        connect(self.config.ray)
+        began = time.monotonic()
+        report = run_checks(self.config, self.run, connected=True)
+        folder = self.run.of("preflight")
+        folder.write_json("preflight.json", report.model_dump(mode="json"))
+        for finding in report.findings:
+            if finding.level != "ok":
+                self.progress.say(
+                    f"preflight: {finding.level}: {finding.check}: {finding.message} {finding.fix}".rstrip()
+                )
+        self.run.write_origin(
+            Origin(
+                stage="preflight",
+                settings={},
+                inputs={},
+                target={},
+                seconds=round(time.monotonic() - began, 2),
+                bytes=folder.size(),
+                finished=datetime.now(UTC).isoformat(timespec="seconds") if report.ok else None,
+            )
+        )
+        if not report.ok:
+            wrong = [f"{f.check}: {f.message} {f.fix}".rstrip() for f in report.findings if f.level == "error"]
+            raise InputError(
+                "preflight found " + f"{len(wrong)} error{'s' if len(wrong) > 1 else ''}:\n  " + "\n  ".join(wrong)
+            )
+        self.progress.say(f"preflight: {len(report.findings)} checks, no error")
+        return Outcome(facts=report.model_dump(mode="json"))
+
+    def _report(self) -> Outcome:
+        report = build_report(self.config, self.run)
+        self.run.of("report").write_json("report.json", to_json(report))
+        return Outcome(facts=to_json(report))
+
+
+def copy_config(config: Config, run: RunFolder) -> None:
+    """Keep the effective settings of the latest command beside its artifacts."""
+    import yaml
+
+    run.create()
+    run.write_bytes("run.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).encode())
+
+
+def _short(target: dict[str, str]) -> str:
+    return f"config {target.get('config', 'absent')[:8]}, weights {target.get('weights', 'absent')[:8]}"
+
+
+def _drafter_hash(path: str) -> str:
+    """Hash of the drafter's config and the head of its weights."""
+    folder = Path(path).expanduser()
+    read_shape(folder)  # a missing folder or config is explained here
+    return content_hash(fingerprint(folder))
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text()
+    except OSError as error:
+        raise InputError(f"prompts file {path} cannot be read ({error.strerror}). Check probe.prompts.") from None
