@@ -5,10 +5,9 @@ from collections import Counter
 from collections.abc import Callable
 
 import pyarrow as pa
-from pydantic import ValidationError
 
 from ray_eagle.errors import DatasetError, InputError
-from ray_eagle.hidden_states.dataset import UnitRecord, read_plan, record_name
+from ray_eagle.hidden_states.dataset import UnitRecord, parse_record, read_plan, record_name
 from ray_eagle.hidden_states.plan import DatasetPlan
 from ray_eagle.hidden_states.reader import open_shard
 from ray_eagle.hidden_states.schema import Sample, decode, sample_id, schema
@@ -29,11 +28,11 @@ def verify(folder: Folder, progress: Callable[[int, int], None] | None = None) -
 def _verify_unit(folder: Folder, plan: DatasetPlan, index: int) -> list[str]:
     name = record_name(index)
     try:
-        record = UnitRecord.model_validate_json(folder.read_bytes(name))
+        record = parse_record(folder.read_bytes(name))
     except InputError:
         return [f"{folder.file(name)}: missing, unit {index} was never committed"]
-    except ValidationError as error:
-        return [f"{folder.file(name)}: damaged record ({error.errors()[0]['msg']})"]
+    except ValueError as error:
+        return [f"{folder.file(name)}: damaged record ({error})"]
     path = folder.file(record.file)
     try:
         data = folder.read_bytes(record.file)
