@@ -5,13 +5,14 @@ Layers, later ones win: the defaults below, a preset (`preset: NAME` in the file
 """
 
 import difflib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ray_eagle.errors import ConfigError
 
@@ -19,6 +20,11 @@ PRESETS = Path(__file__).parent / "presets"
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[int, Field(ge=1)]
+
+
+def _expand(path: str | None) -> str | None:
+    """`~` as the home folder."""
+    return os.path.expanduser(path) if path else path
 
 
 class Section(BaseModel):
@@ -116,7 +122,7 @@ class VocabConfig(Section):
 class DrafterConfig(Section):
     """The drafter: one given, or the shape of the one to train."""
 
-    path: str | None = None
+    path: Annotated[str | None, AfterValidator(_expand)] = None
     """An existing drafter folder: probed first, and fine-tuned when it does not pay."""
     initial: Literal["target", "random"] = "target"
     """Where a drafter trained from scratch starts: head rows and final norm of the target, or random weights."""

@@ -20,6 +20,8 @@ from ray_eagle.errors import CheckpointError, explain
 WEIGHTS = "model.safetensors"
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 SAFETENSORS_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1, "U8": 1}
+EMBEDDING = "embed_tokens.weight"
+UNSUPPORTED = ("norm_before_fc", "norm_before_residual", "norm_output", "fc_norm")
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 
@@ -113,6 +115,17 @@ def read_shape(folder: Path) -> DrafterShape:
             )
         )
     eagle = config.get("eagle_config") or {}
+    used = [key for key in UNSUPPORTED if config.get(key) or eagle.get(key)]
+    if used:
+        raise CheckpointError(
+            explain(
+                "drafter option",
+                where=path,
+                expected="a plain EAGLE-3 layer",
+                found=f"{used[0]} switched on",
+                fix="This variant is not supported; tools read the flag differently, so it is not ignored either.",
+            )
+        )
     layers = eagle.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
@@ -206,6 +219,8 @@ def check_drafter(folder: Path) -> DrafterShape:
     path = folder / WEIGHTS
     found = read_header(path)
     expected = shape.tensors()
+    if EMBEDDING in found:  # engines take the target's; some exports carry a copy
+        expected[EMBEDDING] = (shape.vocab_size, shape.hidden_size)
     missing = sorted(expected.keys() - found.keys())
     unknown = sorted(found.keys() - expected.keys())
     if missing or unknown:
@@ -267,6 +282,20 @@ def check_fits(shape: DrafterShape, *, hidden_size: int, vocab_size: int, layers
                 expected=f"below {layers} (the target's layers)",
                 found=list(shape.aux_layers),
                 fix="Name a drafter made for this target.",
+            )
+        )
+
+
+def check_layers(shape: DrafterShape, captured: tuple[int, ...], where: object) -> None:
+    """Refuse a drafter that listens to other layers than the ones in use: it would draft at random, without an error."""
+    if shape.aux_layers != captured:
+        raise CheckpointError(
+            explain(
+                "aux layers of the drafter",
+                where=where,
+                expected=f"{list(captured)} (target.aux_layers, and the layers of the hidden states)",
+                found=list(shape.aux_layers),
+                fix=f"Set target.aux_layers to {list(shape.aux_layers)}, and capture again if states exist.",
             )
         )
 

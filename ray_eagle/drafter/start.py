@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ray_eagle.config import DrafterConfig
-from ray_eagle.drafter.checkpoint import check_fits, load_drafter
+from ray_eagle.drafter.checkpoint import check_fits, check_layers, load_drafter
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.errors import CheckpointError
@@ -58,6 +58,7 @@ def start_drafter(settings: DrafterConfig, facts: TargetFacts, d2t: Tensor, t2d:
             layers=facts.layers,
             where=settings.path,
         )
+        check_layers(drafter.shape, facts.aux_layers, settings.path)
         if not torch.equal(drafter.d2t, d2t):
             raise CheckpointError(
                 f"drafter {settings.path}: expected the vocabulary map of the run, found another one. Its head rows belong "

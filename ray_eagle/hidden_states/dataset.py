@@ -143,7 +143,7 @@ class DatasetWriter:
                 if read_plan(self.folder) != self.plan:
                     raise DatasetError(
                         f"{self.folder.path} holds a dataset of another plan (other samples, layers or settings). "
-                        "Use another run folder, or redo it with --redo extract."
+                        "Use another run folder, or redo it: `ray-eagle extract --redo`."
                     )
             else:
                 self.folder.write_json(PLAN, self.plan.model_dump())

@@ -43,6 +43,8 @@ class Report(BaseModel):
     break_even_interval: tuple[float, float] | None = None
     break_even_before_training: dict[int, float] = {}
     """R by number of draft steps, with a random drafter."""
+    confidence: float
+    """Of the intervals."""
     steps: int
     speedup: float | None = None
     plain_tokens_per_second: float | None = None
@@ -68,10 +70,11 @@ def build_report(config: Config, run: RunFolder) -> Report:
     stages = {name: origin for name in FOLDERS if name != "report" and (origin := run.finished(name))}
     if not stages:
         raise OriginError(f"{run.path}: expected a finished stage to report on, found none. Run `ray-eagle run` first.")
-    latest = next(iter(stages.values()))
+    made = next((origin for origin in stages.values() if origin.target), None)
     report = Report(
         steps=config.probe.steps,
-        target={"path": latest.target_path, **next((o.target for o in stages.values() if o.target), {})},
+        confidence=config.probe.confidence,
+        target={"path": made.target_path, **made.target} if made else {},
         versions=versions(),
         stages={
             name: StageReport(seconds=origin.seconds, bytes=origin.bytes, samples=origin.samples, tokens=origin.tokens)
@@ -99,7 +102,7 @@ def _add_breakeven(report: Report, found: Breakeven, config: Config) -> None:
         payable = [can_pay(found.arithmetic, config.probe.steps)]
     if payable and not any(payable):
         report.verdict = "not-worth-it"
-        report.reasons = ["Break-even exceeds steps + 1 at every number of draft steps: no drafter can pay here."]
+        report.reasons = ["Break-even is steps + 1 or more at every number of draft steps: no drafter can pay here."]
 
 
 def _add_probe(report: Report, found: Probe) -> None:

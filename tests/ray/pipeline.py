@@ -62,7 +62,7 @@ class Watch(Silent):
     def __init__(self, on_advance: Callable[[str, float], None] = lambda task, amount: None) -> None:
         self.on_advance, self.task, self.said = on_advance, "", [""]
 
-    def start(self, task: str, total: float, unit: str) -> None:
+    def start(self, task: str, total: float, unit: str, done: float = 0) -> None:
         self.task = task
 
     def advance(self, amount: float, note: str = "") -> None:
