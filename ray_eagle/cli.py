@@ -133,22 +133,30 @@ def run_all(
 @app.command("verify", help="Re-read a whole hidden-state dataset and name each fault.")
 def verify_command(
     folder: Annotated[str, typer.Argument(help="Folder or URI of the dataset (RUN/hidden_states).")],
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Discard the damaged units; the next `ray-eagle extract` makes them again.")
+    ] = False,
     json_output: Json = False,
     debug: Debug = False,
 ) -> None:
     with _explained(debug):
-        from ray_eagle.hidden_states.verify import verify
+        from ray_eagle.hidden_states.verify import discard, verify
         from ray_eagle.run import Folder
 
         progress = _progress()
         progress.start("verify", 0, "units")
         faults = verify(Folder.at(folder), lambda done, total: progress.say(f"verify: unit {done} of {total}"))
         progress.close()
+        messages = [fault.message for fault in faults]
         if json_output:
-            print(json.dumps({"folder": folder, "faults": faults}))
+            print(json.dumps({"folder": folder, "faults": messages}))
         else:
-            print("\n".join(faults) or f"{folder}: everything is as it was written")
-        if faults:
+            print("\n".join(messages) or f"{folder}: everything is as it was written")
+        if faults and repair:
+            discard(Folder.at(folder), {fault.unit for fault in faults})
+            progress.say("verify: the damaged units are discarded; run `ray-eagle extract` to make them again")
+        elif faults:
+            progress.say("verify: --repair discards the damaged units, then `ray-eagle extract` makes them again")
             raise typer.Exit(1)
 
 

@@ -5,7 +5,6 @@ Layers, later ones win: the defaults below, a preset (`preset: NAME` in the file
 """
 
 import difflib
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ Positive = Annotated[int, Field(ge=1)]
 
 def _expand(path: str | None) -> str | None:
     """`~` as the home folder."""
-    return os.path.expanduser(path) if path else path
+    return str(Path(path).expanduser()) if path and "://" not in path else path
 
 
 class Section(BaseModel):

@@ -78,7 +78,9 @@ def read_records(folder: Folder, plan: DatasetPlan) -> dict[int, UnitRecord]:
             try:
                 records[index] = parse_record(folder.read_bytes(name))
             except ValueError as error:
-                raise DatasetError(f"{folder.file(name)} is damaged ({error}). Delete it and extract again.") from None
+                raise DatasetError(
+                    f"{folder.file(name)} is damaged ({error}). Run `ray-eagle verify {folder.path} --repair`, then extract."
+                ) from None
     return records
 
 

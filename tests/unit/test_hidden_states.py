@@ -17,7 +17,7 @@ from ray_eagle.hidden_states.dataset import LOCK, DatasetWriter, read_plan, reco
 from ray_eagle.hidden_states.plan import plan_packs, plan_units, tokenise
 from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample
-from ray_eagle.hidden_states.verify import verify
+from ray_eagle.hidden_states.verify import discard, verify
 from ray_eagle.run import Folder
 from tests.random_data import make_plan, random_dataset, random_states
 
@@ -176,7 +176,9 @@ def test_a_missing_unit_is_named(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=f"unit {index} was never committed"):
         HiddenStates(folder, "validation")
     assert len(HiddenStates(folder, "train"))
-    assert verify(folder) == [f"{folder.file(record_name(index))}: missing, unit {index} was never committed"]
+    [fault] = verify(folder)
+    assert fault.unit == index
+    assert fault.message == f"{folder.file(record_name(index))}: missing, unit {index} was never committed"
 
 
 def test_the_same_samples_give_the_same_bytes(tmp_path: Path) -> None:
@@ -208,7 +210,7 @@ def test_every_random_bit_flip_and_truncation_is_found_and_named(tmp_path: Path)
             same_meaning = False
         faults = verify(folder)
         assert faults or same_meaning, (name, trial)
-        assert all(str(folder.path) in fault for fault in faults)
+        assert all(str(folder.path) in fault.message for fault in faults)
         path.write_bytes(original)
     assert verify(folder) == []
 
@@ -224,10 +226,24 @@ def test_a_flip_inside_a_sample_names_the_sample(tmp_path: Path) -> None:
     data[at + 5] ^= 4
     path.write_bytes(data)
     faults = verify(folder)
-    assert any(victim.sample_id in fault and "checksum" in fault for fault in faults)
-    assert all(record["file"] in fault for fault in faults)
+    assert any(victim.sample_id in fault.message and "checksum" in fault.message for fault in faults)
+    assert all(record["file"] in fault.message for fault in faults)
 
 
 def test_not_a_dataset_is_said(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"expected a dataset with dataset\.json"):
         HiddenStates(Folder.at(tmp_path), "train")
+
+
+def test_a_damaged_unit_is_discarded_and_can_be_committed_again(tmp_path: Path) -> None:
+    folder, units, written = random_dataset(tmp_path)
+    record = folder.read_json(record_name(1))
+    path = Path(folder.file(record["file"]))
+    path.write_bytes(path.read_bytes()[:-9])
+    discard(folder, {fault.unit for fault in verify(folder)})
+    with DatasetWriter(folder, read_plan(folder)) as writer:
+        assert set(range(len(units))) - writer.records.keys() == {1}
+        again = [written[row.sample_id] for row in units[1].samples]
+        writer.commit(write_shard(folder, units[1], again, 8, "bfloat16"))
+    assert verify(folder) == []
+    assert folder.read_json(record_name(1))["checksum"] == record["checksum"]
