@@ -124,7 +124,7 @@ class DrafterConfig(Section):
     path: Annotated[str | None, AfterValidator(_expand)] = None
     """An existing drafter folder: probed first, and fine-tuned when it does not pay."""
     initial: Literal["target", "random"] = "target"
-    """Where a drafter trained from scratch starts: head rows and final norm of the target, or random weights."""
+    """Where a drafter trained from scratch starts: head, final norm and last block of the target, or random weights."""
     intermediate_size: Positive | None = None
     """MLP width. Default: the target's."""
     num_attention_heads: Positive | None = None

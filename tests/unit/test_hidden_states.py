@@ -162,7 +162,7 @@ def test_attempts_without_a_record_are_swept_and_committed_ones_kept(tmp_path: P
 def test_a_folder_with_another_plan_is_refused(tmp_path: Path) -> None:
     folder, units, _ = random_dataset(tmp_path)
     with (
-        pytest.raises(DatasetError, match=r"another plan.*--redo extract"),
+        pytest.raises(DatasetError, match=r"another plan.*extract --redo"),
         DatasetWriter(folder, make_plan(units[:2], hidden=8, vocab=50)),
     ):
         pass
