@@ -47,16 +47,17 @@ def random_drafter(shape: DrafterShape, seed: int) -> Drafter:
 def start_drafter(settings: DrafterConfig, facts: TargetFacts, d2t: Tensor, t2d: Tensor, seed: int) -> Drafter:
     """The float32 drafter that training starts from, with the map d2t [D] and t2d [V].
 
-    An existing drafter keeps its map, since its head rows belong to it; raises CheckpointError if the map differs.
+    An existing drafter keeps its map, since its head rows belong to it; raises CheckpointError if the map differs, or the layers that it listens to.
     """
     if settings.path:
-        drafter = load_drafter(Path(settings.path))
+        drafter = load_drafter(Path(settings.path).expanduser())
         check_fits(
             drafter.shape,
             hidden_size=facts.hidden_size,
             vocab_size=facts.vocab_size,
             layers=facts.layers,
             where=settings.path,
+            captured=facts.aux_layers,
         )
         if not torch.equal(drafter.d2t, d2t):
             raise CheckpointError(

@@ -126,6 +126,7 @@ def predict_held_out(
         vocab_size=facts.vocab_size,
         layers=facts.layers,
         where=drafter_folder,
+        captured=facts.aux_layers,
     )
     torch.set_num_threads(max(1, round(config.serve.cpus)))
     head_VH, embedding_VH, _ = head_and_embedding(facts)
