@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.fs as pafs
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from ray_eagle.errors import ConfigError, InputError, OriginError
 
@@ -146,8 +146,10 @@ class Folder:
 
     def read_jsonl(self, name: str) -> list[Any]:
         """One JSON value a line; raises InputError that names a broken line."""
-        rows = []
-        for number, line in enumerate(self.read_bytes(name).decode().splitlines(), 1):
+        rows: list[Any] = []
+        data = self.read_bytes(name)
+        # not splitlines: texts hold U+2028 and its like as they are
+        for number, line in enumerate(data.removesuffix(b"\n").split(b"\n") if data else [], 1):
             try:
                 rows.append(json.loads(line))
             except ValueError as error:
@@ -188,11 +190,18 @@ class RunFolder(Folder):
         return self.folder(FOLDERS[stage])
 
     def origin(self, stage: str) -> Origin | None:
-        """What the stage's artifact was made from; None when it was never started."""
+        """What the stage's artifact was made from; None when it was never started. Raises InputError when damaged."""
         folder = self.of(stage)
         if not folder.exists("origin.json"):
             return None
-        return Origin.model_validate(folder.read_json("origin.json"))
+        try:
+            return Origin.model_validate(folder.read_json("origin.json"))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            raise InputError(
+                f"{folder.file('origin.json')} is damaged ({'.'.join(map(str, fault['loc']))}: {fault['msg']}). Redo its "
+                f"stage: `ray-eagle {stage} --redo`."
+            ) from None
 
     def finished(self, stage: str) -> Origin | None:
         origin = self.origin(stage)
