@@ -225,8 +225,9 @@ def differences(old: Origin, new: Origin) -> list[str]:
     for group in ("settings", "inputs", "target"):
         before, now = _flat(getattr(old, group)), _flat(getattr(new, group))
         for key in sorted({*before, *now}):
-            if before.get(key) != now.get(key):
-                lines.append(f"{group}.{key}: {before.get(key)!r} -> {now.get(key)!r}")
+            old_value, new_value = before.get(key, "absent"), now.get(key, "absent")
+            if old_value != new_value:  # a setting of a later version may be null here and absent there
+                lines.append(f"{group}.{key}: {old_value!r} -> {new_value!r}")
     return lines
 
 
