@@ -5,7 +5,6 @@ Layers, later ones win: the defaults below, a preset (`preset: NAME` in the file
 """
 
 import difflib
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -304,7 +303,10 @@ def load_config(file: str | None = None, preset: str | None = None, flags: list[
     """
     layers: list[tuple[str, dict[str, Any]]] = []
     in_file = _read_yaml(Path(file)) if file else {}
-    preset = preset or in_file.get("preset")
+    if preset:  # it replaces the file's
+        in_file = {key: value for key, value in in_file.items() if key != "preset"}
+    else:
+        preset = in_file.get("preset")
     if preset:
         layers.append((f"preset {preset}", {**_read_yaml(_preset_path(preset)), "preset": preset}))
     if file:
@@ -324,7 +326,10 @@ def load_config(file: str | None = None, preset: str | None = None, flags: list[
 
 
 def parse_flags(words: list[str]) -> dict[str, Any]:
-    """`["--train.lr", "3e-5"]` -> `{"train": {"lr": 3e-05}}`; values are read as YAML, dashes in names as underscores."""
+    """`["--train.epochs", "3"]` -> `{"train": {"epochs": 3}}`; values are read as YAML, dashes in names as underscores.
+
+    YAML reads `3e-5` as text; the type of the setting decides later whether that is a number, so a token `1e5` stays text.
+    """
     tree: dict[str, Any] = {}
     queue = list(words)
     while queue:
@@ -338,7 +343,9 @@ def parse_flags(words: list[str]) -> dict[str, Any]:
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})
-        node[leaf] = _scalar(text)
+            if not isinstance(node, dict):
+                raise ConfigError(f"command line: {name}: {parent!r} was given a value of its own, {node!r}. Drop one.")
+        node[leaf] = _scalar(name, text)
     return tree
 
 
@@ -353,38 +360,34 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _scalar(text: str) -> Any:
-    return _floats(yaml.safe_load(text)) if text else text
+def _scalar(name: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text) if text else text
+    except yaml.YAMLError as error:
+        raise ConfigError(f"command line: {name}: not a YAML value: {text!r} ({error}). Quote it.") from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"config file {path}: cannot be read ({error.strerror}). Name an existing YAML file."
         ) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: not valid YAML: {error}") from None
     if not isinstance(content or {}, dict):
         raise ConfigError(f"config file {path}: expected a mapping of settings, found {type(content).__name__}.")
-    return _floats(content or {})
+    return content or {}
 
 
-def _floats(tree: Any) -> Any:
-    """YAML 1.1 reads 3e-5 as text: make it the number that its writer meant."""
-    if isinstance(tree, dict):
-        return {key: _floats(value) for key, value in tree.items()}
-    if isinstance(tree, str) and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", tree):
-        return float(tree)
-    return tree
-
-
-def _preset_path(name: str) -> Path:
+def _preset_path(name: Any) -> Path:
     path = PRESETS / f"{name}.yaml"
     if not path.exists():
         known = sorted(p.stem for p in PRESETS.glob("*.yaml"))
-        raise ConfigError(f"preset {name!r} does not exist.{_nearest(name, known)} Known presets: {', '.join(known)}.")
+        raise ConfigError(
+            f"preset {name!r} does not exist.{_nearest(str(name), known)} Known presets: {', '.join(known)}."
+        )
     return path
 
 
@@ -418,9 +421,10 @@ def _check_keys(section: type[BaseModel], layer: dict[str, Any], where: str, pre
         dotted = f"{prefix}{key}"
         if field is None:
             elsewhere = {known.rpartition(".")[2]: known for known in _known_keys(Config)}
-            close = difflib.get_close_matches(key, section.model_fields, n=1, cutoff=0.6)
+            name = str(key)  # YAML reads `on:` as a boolean
+            close = difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.6)
             close = (
-                [prefix + close[0]] if close else [elsewhere[k] for k in difflib.get_close_matches(key, elsewhere, 1)]
+                [prefix + close[0]] if close else [elsewhere[k] for k in difflib.get_close_matches(name, elsewhere, 1)]
             )
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"{where}: unknown setting {dotted!r}.{hint} `ray-eagle config show` lists all.")
@@ -429,10 +433,13 @@ def _check_keys(section: type[BaseModel], layer: dict[str, Any], where: str, pre
             if not isinstance(value, dict):
                 raise ConfigError(f"{where}: {dotted!r} is a group of settings, found {value!r}. Use {dotted}.NAME.")
             _check_keys(kind, value, where, f"{dotted}.")
+        elif isinstance(value, bool) and kind is not bool:  # a flag without its value; as a number it would be 1
+            raise ConfigError(f"{where}: {dotted}: expected a value, found {str(value).lower()}.")
 
 
 def _explain(error: Any, origins: dict[str, str]) -> str:
     location = [part for part in error["loc"] if isinstance(part, str)]
     key = ".".join(location)
-    where = origins.get(key, "settings")
+    inside = [origin for name, origin in origins.items() if name.startswith(f"{key}.")]  # a rule of a whole group
+    where = origins.get(key) or (inside or ["settings"])[-1]
     return f"{where}: {key or 'settings'}: {error['msg']}, found {error.get('input')!r}."

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.fs as pafs
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from ray_eagle.errors import ConfigError, InputError, OriginError
 
@@ -146,8 +146,10 @@ class Folder:
 
     def read_jsonl(self, name: str) -> list[Any]:
         """One JSON value a line; raises InputError that names a broken line."""
-        rows = []
-        for number, line in enumerate(self.read_bytes(name).decode().splitlines(), 1):
+        rows: list[Any] = []
+        data = self.read_bytes(name)
+        # not splitlines: texts hold U+2028 and its like as they are
+        for number, line in enumerate(data.removesuffix(b"\n").split(b"\n") if data else [], 1):
             try:
                 rows.append(json.loads(line))
             except ValueError as error:
@@ -188,11 +190,18 @@ class RunFolder(Folder):
         return self.folder(FOLDERS[stage])
 
     def origin(self, stage: str) -> Origin | None:
-        """What the stage's artifact was made from; None when it was never started."""
+        """What the stage's artifact was made from; None when it was never started. Raises InputError when damaged."""
         folder = self.of(stage)
         if not folder.exists("origin.json"):
             return None
-        return Origin.model_validate(folder.read_json("origin.json"))
+        try:
+            return Origin.model_validate(folder.read_json("origin.json"))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            raise InputError(
+                f"{folder.file('origin.json')} is damaged ({'.'.join(map(str, fault['loc']))}: {fault['msg']}). Redo its "
+                f"stage: `ray-eagle {stage} --redo`."
+            ) from None
 
     def finished(self, stage: str) -> Origin | None:
         origin = self.origin(stage)
@@ -216,8 +225,9 @@ def differences(old: Origin, new: Origin) -> list[str]:
     for group in ("settings", "inputs", "target"):
         before, now = _flat(getattr(old, group)), _flat(getattr(new, group))
         for key in sorted({*before, *now}):
-            if before.get(key) != now.get(key):
-                lines.append(f"{group}.{key}: {before.get(key)!r} -> {now.get(key)!r}")
+            old_value, new_value = before.get(key, "absent"), now.get(key, "absent")
+            if old_value != new_value:  # a setting of a later version may be null here and absent there
+                lines.append(f"{group}.{key}: {old_value!r} -> {new_value!r}")
     return lines
 
 

@@ -96,12 +96,20 @@ def vocab(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress
 
 
 def given_map(config: Config, facts: TargetFacts) -> np.ndarray | None:
-    """The map of a drafter to fine-tune is kept: its head rows belong to it. None without such a drafter."""
+    """The map of a drafter to fine-tune is kept: its head rows belong to it. None without such a drafter.
+
+    Raises CheckpointError when it is damaged or made for another target.
+    """
     if not config.drafter.path:
         return None
-    from ray_eagle.drafter.checkpoint import load_drafter
+    from ray_eagle.drafter.checkpoint import check_fits, load_drafter
 
-    return load_drafter(Path(config.drafter.path)).target_ids.numpy()
+    path = Path(config.drafter.path).expanduser()
+    drafter = load_drafter(path)
+    check_fits(
+        drafter.shape, hidden_size=facts.hidden_size, vocab_size=facts.vocab_size, layers=facts.layers, where=path
+    )
+    return drafter.target_ids.numpy()
 
 
 def supervised_counts(folder: Folder, vocab_size: int) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -48,24 +47,32 @@ def prompts_hash(config: GenerateConfig) -> str:
 def read_prompts(path: Path) -> list[Prompt]:
     """One `{"id", "category", "turns": [user message, ...]}` a line. Raises InputError that names file and line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        content = path.read_bytes()
     except OSError as error:
         raise InputError(f"prompts file {path} cannot be read ({error.strerror}). Check generate.prompts.") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"prompts file {path} is not UTF-8 ({error}). Convert it.") from None
-    prompts = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-    twice = [name for name, count in Counter(p.id for p in prompts).items() if count > 1]
-    if twice:
-        raise InputError(f"prompts file {path}: expected distinct ids, found {twice[0]!r} more than once. Rename one.")
+    prompts: dict[str, Prompt] = {}
+    lines: dict[str, int] = {}
+    # not splitlines: JSON may hold U+2028 and its like as they are
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        prompt = _parse(line, where)
+        if prompt.id in prompts:
+            first = lines[prompt.id]
+            raise InputError(f"{where}: expected distinct ids, found {prompt.id!r} as in line {first}. Rename one.")
+        prompts[prompt.id], lines[prompt.id] = prompt, number
     if not prompts:
         raise InputError(f"prompts file {path}: expected at least one prompt, found none.")
-    return prompts
+    return list(prompts.values())
 
 
-def _parse(line: str, where: str) -> Prompt:
+def _parse(line: bytes, where: str) -> Prompt:
     expected = 'expected {"id": text, "category": text, "turns": [text, ...]}'
     try:
-        row: Any = json.loads(line)
+        row: Any = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: expected UTF-8, found other bytes ({error}). Convert the file.") from None
     except ValueError as error:
         raise InputError(f"{where}: {expected}, found broken JSON ({error}). Correct or delete the line.") from None
     turns = row.get("turns") if isinstance(row, dict) else None
@@ -81,7 +88,7 @@ def split_prompts(
 ) -> list[Prompt]:
     """Assign splits by the hash of the id, so that adding prompts moves none of the others.
 
-    A held-out prompt whose text is close to that of any other prompt outside the held-out set is trained on instead.
+    A held-out prompt whose text is close to that of any prompt outside the held-out set is trained on instead.
     """
     split: list[Prompt] = []
     for prompt in prompts:
@@ -90,13 +97,16 @@ def split_prompts(
         if held_out_share <= place < held_out_share + validation_share:
             kind = "validation"
         split.append(replace(prompt, split=kind))
-    others = [shingles(" ".join(p.turns)) for p in split if p.split != "held_out"]
-    return [
-        replace(p, split="train")
-        if p.split == "held_out" and closest(shingles(" ".join(p.turns)), others) >= near_duplicate
-        else p
-        for p in split
-    ]
+    texts = [shingles(" ".join(p.turns)) for p in split]
+    trained = [text for p, text in zip(split, texts, strict=True) if p.split != "held_out"]
+    while trained:  # what is moved may be close to another held-out prompt in its turn
+        moved = [
+            i for i, p in enumerate(split) if p.split == "held_out" and closest(texts[i], trained) >= near_duplicate
+        ]
+        for i in moved:
+            split[i] = replace(split[i], split="train")
+        trained = [texts[i] for i in moved]
+    return split
 
 
 def shingles(text: str, size: int = 5) -> frozenset[str]:

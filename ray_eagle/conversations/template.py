@@ -25,7 +25,7 @@ def render_next_turn(
     written = before + messages[-1]["content"]
     if not answered.startswith(written) or not longer.startswith(answered):
         raise InputError(
-            f"chat template: turn {len(messages)} renders otherwise once another turn follows, so the ids that the target "
+            f"chat template: turn {len(messages) // 2} renders otherwise once another turn follows, so the ids that the target "
             "wrote cannot be kept. Use single-turn prompts, or a template that only appends."
         )
     tail = longer[len(written) :]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
@@ -23,6 +24,7 @@ SAFETENSORS_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 
 EMBEDDING = "embed_tokens.weight"
 UNSUPPORTED = ("norm_before_fc", "norm_before_residual", "norm_output", "fc_norm")
 FLOAT_DTYPES = ("F32", "F16", "BF16")
+COPY_AGAIN = "Copy the file again and compare its size with the source."
 
 
 def sglang_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
@@ -60,6 +62,7 @@ def sglang_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
 
 def save_drafter(drafter: Drafter, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the SGLang folder and check it as a reader would. Weights in `dtype`, d2t int64 offsets, t2d bool."""
+    check_map(drafter.d2t.cpu(), drafter.t2d.cpu(), folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: (tensor.detach().to("cpu", dtype) if tensor.is_floating_point() else tensor.detach().cpu()).contiguous()
@@ -76,7 +79,12 @@ def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> Drafter:
     """The drafter of an SGLang folder, weights in `dtype` on the CPU. Raises CheckpointError as `check_drafter`."""
     shape = check_drafter(folder)
     drafter = Drafter(shape)
-    tensors = load_file(folder / WEIGHTS)
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except SafetensorError as error:  # sizes and offsets of the header contradict each other
+        raise CheckpointError(
+            f"{folder / WEIGHTS}: the safetensors header is damaged ({error}). {COPY_AGAIN}"
+        ) from None
     drafter.load_state_dict({name: tensors[name] for name in shape.tensors()})
     check_map(drafter.d2t, drafter.t2d, folder)
     return drafter.to(dtype)
@@ -103,19 +111,39 @@ def read_shape(folder: Path) -> DrafterShape:
         ) from None
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}). Copy the file again.") from None
-    architectures = config.get("architectures") or ["none"]
+    architectures = config.get("architectures") if isinstance(config, dict) else None
     if architectures != [ARCHITECTURE]:
         raise CheckpointError(
             explain(
                 "drafter architecture",
                 where=path,
                 expected=ARCHITECTURE,
-                found=architectures[0],
+                found=architectures[0] if isinstance(architectures, list) and architectures else "none",
                 fix="Only EAGLE-3 drafters with one Llama layer are supported.",
             )
         )
-    eagle = config.get("eagle_config") or {}
-    used = [key for key in UNSUPPORTED if config.get(key) or eagle.get(key)]
+    _refuse_variants(config, path)
+    try:
+        return _shape(config)
+    except KeyError as error:
+        expected, key, found = f"the key {error}", "", "none"
+    except ValidationError as error:
+        fault = error.errors()[0]
+        key, expected, found = str(fault["loc"][0]), fault["msg"], repr(fault["input"])
+        if key == "aux_layers":
+            key = "eagle_config.eagle_aux_hidden_state_layer_ids"
+            expected = "three layer ids (output of layer L, 0-based)"
+    except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        key, expected, found = "", "numbers and groups as SGLang reads them", str(error)
+    where = f"{path}, {key}" if key else path
+    fix = "Take the original config.json, with the layer ids that the drafter was trained on."
+    raise CheckpointError(explain("drafter config", where=where, expected=expected, found=found, fix=fix))
+
+
+def _refuse_variants(config: dict[str, Any], path: Path) -> None:
+    """Options that change the forward pass: ignoring one would draft at random."""
+    eagle = config.get("eagle_config") if isinstance(config.get("eagle_config"), dict) else {}
+    used = [key for key in UNSUPPORTED if config.get(key) or (eagle or {}).get(key)]
     if used:
         raise CheckpointError(
             explain(
@@ -126,44 +154,27 @@ def read_shape(folder: Path) -> DrafterShape:
                 fix="This variant is not supported; tools read the flag differently, so it is not ignored either.",
             )
         )
-    layers = eagle.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
+
+
+def _shape(config: dict[str, Any]) -> DrafterShape:
+    eagle = config.get("eagle_config") or {}
+    layers: Any = eagle.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
-    try:
-        return DrafterShape(
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_attention_heads=config["num_attention_heads"],
-            num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            vocab_size=config["vocab_size"],
-            draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
-            aux_layers=tuple(layers) if layers else (),
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_parameters=rope,
-            max_position_embeddings=config.get("max_position_embeddings", 2048),
-        )
-    except KeyError as error:
-        raise CheckpointError(
-            explain(
-                "drafter config",
-                where=path,
-                expected=f"the key {error}",
-                found="none",
-                fix="Take the original config.json.",
-            )
-        ) from None
-    except ValueError:
-        raise CheckpointError(
-            explain(
-                "drafter config",
-                where=f"{path}, eagle_config.eagle_aux_hidden_state_layer_ids",
-                expected="three layer ids (output of layer L, 0-based)",
-                found=layers,
-                fix="Write the ids that the drafter was trained on.",
-            )
-        ) from None
+    return DrafterShape(
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_attention_heads=config["num_attention_heads"],
+        num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        vocab_size=config["vocab_size"],
+        draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
+        aux_layers=layers,
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_parameters=rope,
+        max_position_embeddings=config.get("max_position_embeddings", 2048),
+    )
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -171,7 +182,6 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
     Raises CheckpointError for a missing, truncated or damaged file.
     """
-    copy_again = "Copy the file again and compare its size with the source."
     if not path.exists():
         raise CheckpointError(
             explain(
@@ -192,9 +202,9 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             explain(
                 "truncated safetensors",
                 where=path,
-                expected=f"a header of {length} bytes",
+                expected=f"a header of {length} bytes" if len(prefix) == 8 else "at least 8 bytes",
                 found=f"a file of {size}",
-                fix=copy_again,
+                fix=COPY_AGAIN,
             )
         )
     try:
@@ -202,10 +212,10 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         tensors = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: the safetensors header is damaged ({error}). {copy_again}") from None
+        raise CheckpointError(f"{path}: the safetensors header is damaged ({error}). {COPY_AGAIN}") from None
     if end != size:
         raise CheckpointError(
-            explain("truncated safetensors", where=path, expected=f"{end} bytes", found=f"{size} bytes", fix=copy_again)
+            explain("truncated safetensors", where=path, expected=f"{end} bytes", found=f"{size} bytes", fix=COPY_AGAIN)
         )
     return tensors
 
@@ -258,8 +268,19 @@ def check_drafter(folder: Path) -> DrafterShape:
     return shape
 
 
-def check_fits(shape: DrafterShape, *, hidden_size: int, vocab_size: int, layers: int, where: object) -> None:
-    """Refuse a drafter made for another target: hidden size, vocabulary, or layer ids beyond its depth."""
+def check_fits(
+    shape: DrafterShape,
+    *,
+    hidden_size: int,
+    vocab_size: int,
+    layers: int,
+    where: object,
+    captured: tuple[int, ...] | None = None,
+) -> None:
+    """Refuse a drafter made for another target: hidden size, vocabulary, or layer ids beyond its depth.
+
+    `captured`: the layers whose states it is to read, which must be its own.
+    """
     for name, expected, found in (
         ("hidden_size", hidden_size, shape.hidden_size),
         ("vocab_size", vocab_size, shape.vocab_size),
@@ -284,18 +305,14 @@ def check_fits(shape: DrafterShape, *, hidden_size: int, vocab_size: int, layers
                 fix="Name a drafter made for this target.",
             )
         )
-
-
-def check_layers(shape: DrafterShape, captured: tuple[int, ...], where: object) -> None:
-    """Refuse a drafter that listens to other layers than the ones in use: it would draft at random, without an error."""
-    if shape.aux_layers != captured:
+    if captured is not None and shape.aux_layers != tuple(captured):
         raise CheckpointError(
             explain(
-                "aux layers of the drafter",
+                "drafter listens to other layers",
                 where=where,
-                expected=f"{list(captured)} (target.aux_layers, and the layers of the hidden states)",
+                expected=f"{list(captured)} (the captured ones)",
                 found=list(shape.aux_layers),
-                fix=f"Set target.aux_layers to {list(shape.aux_layers)}, and capture again if states exist.",
+                fix=f"Set target.aux_layers to {list(shape.aux_layers)}, and extract in a new run.",
             )
         )
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ray_eagle.drafter.shape import DrafterShape
+from ray_eagle.errors import CheckpointError, explain
 
 
 class RMSNorm(nn.Module):
@@ -122,7 +123,10 @@ class Drafter(nn.Module):
 
 
 def rope_frequencies(shape: DrafterShape) -> tuple[Tensor, float]:
-    """[E/2] float64 inverse frequencies and the scale of cos and sin, for any RoPE kind that transformers knows."""
+    """[E/2] float64 inverse frequencies and the scale of cos and sin, for any RoPE kind that transformers knows.
+
+    Raises CheckpointError for another one.
+    """
     kind = shape.rope_parameters.get("rope_type", "default")
     if kind == "default":
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
@@ -130,6 +134,10 @@ def rope_frequencies(shape: DrafterShape) -> tuple[Tensor, float]:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    known = ["default", *ROPE_INIT_FUNCTIONS]
+    if kind not in known:
+        fix = "Correct rope_parameters in config.json."
+        raise CheckpointError(explain("RoPE", where="rope_type", expected=" or ".join(known), found=kind, fix=fix))
     config = LlamaConfig(
         hidden_size=shape.num_attention_heads * shape.head_dim,
         num_attention_heads=shape.num_attention_heads,

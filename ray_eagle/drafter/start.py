@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ray_eagle.config import DrafterConfig
-from ray_eagle.drafter.checkpoint import check_fits, check_layers, load_drafter
+from ray_eagle.drafter.checkpoint import check_fits, load_drafter
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.errors import CheckpointError
@@ -59,7 +59,8 @@ def start_drafter(
 
     channel_rms_C: [3H] root mean square of each aux channel; a drafter from scratch then sees every channel at the same
     size, though targets have a few that are a hundred times larger than the rest.
-    An existing drafter keeps its map, since its head rows belong to it; raises CheckpointError if the map differs.
+    An existing drafter keeps its map, since its head rows belong to it; raises CheckpointError if the map differs, or
+    the layers that it listens to.
     """
     if settings.path:
         return _given_drafter(settings.path, facts, d2t)
@@ -88,9 +89,13 @@ def channel_rms(samples: HiddenStates, most: int = 64) -> Tensor:
 def _given_drafter(path: str, facts: TargetFacts, d2t: Tensor) -> Drafter:
     drafter = load_drafter(Path(path))
     check_fits(
-        drafter.shape, hidden_size=facts.hidden_size, vocab_size=facts.vocab_size, layers=facts.layers, where=path
+        drafter.shape,
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+        layers=facts.layers,
+        where=path,
+        captured=facts.aux_layers,
     )
-    check_layers(drafter.shape, facts.aux_layers, path)
     if not torch.equal(drafter.d2t, d2t):
         raise CheckpointError(
             f"drafter {path}: expected the vocabulary map of the run, found another one. Its head rows belong to its own "

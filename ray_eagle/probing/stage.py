@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from ray_eagle.config import Config
 from ray_eagle.conversations.prompts import Prompt, closest, load_prompts, read_prompts, shingles
 from ray_eagle.conversations.template import render_prompt
-from ray_eagle.drafter.checkpoint import check_fits, check_layers, load_drafter
+from ray_eagle.drafter.checkpoint import check_fits, load_drafter
 from ray_eagle.drafter.start import new_shape
 from ray_eagle.errors import InputError, OriginError
 from ray_eagle.hidden_states.reader import HiddenStates
@@ -127,8 +127,8 @@ def predict_held_out(
         vocab_size=facts.vocab_size,
         layers=facts.layers,
         where=drafter_folder,
+        captured=facts.aux_layers,
     )
-    check_layers(drafter.shape, states.plan.aux_layers, drafter_folder)
     torch.set_num_threads(max(1, round(config.serve.cpus)))
     head_VH, embedding_VH, _ = head_and_embedding(facts)
     categories = {prompt.id: prompt.category for prompt in load_prompts(config.generate)}

@@ -70,11 +70,11 @@ def build_report(config: Config, run: RunFolder) -> Report:
     stages = {name: origin for name in FOLDERS if name != "report" and (origin := run.finished(name))}
     if not stages:
         raise OriginError(f"{run.path}: expected a finished stage to report on, found none. Run `ray-eagle run` first.")
-    made = next((origin for origin in stages.values() if origin.target), None)
+    made = next((o for o in stages.values() if o.target), None)  # preflight and mere arithmetic know no target
     report = Report(
         steps=config.probe.steps,
         confidence=config.probe.confidence,
-        target={"path": made.target_path, **made.target} if made else {},
+        target={"path": made.target_path, **made.target} if made else {"path": config.target.path},
         versions=versions(),
         stages={
             name: StageReport(seconds=origin.seconds, bytes=origin.bytes, samples=origin.samples, tokens=origin.tokens)

@@ -23,7 +23,7 @@ def _result(report: Report) -> Table:
     table.add_column("predicted from states", justify="right")
     table.add_row("acceptance length", _number(report.acceptance_length), _number(report.predicted_acceptance_length))
     table.add_row(
-        f"  {report.confidence:.0%} interval",
+        f"  {100 * report.confidence:g} % interval",
         _interval(report.acceptance_interval),
         _interval(report.predicted_interval),
     )

@@ -1,0 +1,357 @@
+"""A run folder: whole files or none, what each artifact was made from, and what a stage refuses to read or to redo."""
+
+import json
+import random
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_eagle.config import Config
+from ray_eagle.errors import ConfigError, InputError, OriginError
+from ray_eagle.run import Folder, Origin, RunFolder, content_hash, differences
+from ray_eagle.stages import KINDS, Pipeline
+from tests.tiny import tiny_target
+from tests.unit.test_vocab import random_rows, write_dataset
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    folder = Folder.at(tmp_path)
+    folder.write_bytes("a", b"old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # as a full disk: the write ends in the middle
+    try:
+        with pytest.raises(OSError, match="too large"):
+            folder.write_bytes("a", b"x" * 100_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert folder.read_bytes("a") == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    with pytest.raises(TypeError):
+        folder.write_json("a", {1, 2})
+    assert folder.read_bytes("a") == b"old"
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    folder = Folder.at(tmp_path)
+    versions = {bytes([65 + i]) * (200_000 + i) for i in range(3)}
+    folder.write_bytes("a", min(versions))
+
+    def write() -> None:
+        for i in range(60):
+            folder.write_bytes("a", sorted(versions)[i % 3])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = set()
+    while writer.is_alive():
+        seen.add(folder.read_bytes("a"))
+    writer.join()
+    assert seen
+    assert seen <= versions
+
+
+ODD = "a\u2028b\u2029c\u0085d\x0be\x1cf\r\ng \U0001f985 \\n"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_written_is_read(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    rows = [{"text": "".join(rng.choices(ODD, k=9)), "n": [rng.random(), None]} for _ in range(rng.randint(0, 5))]
+    for folder in (Folder.at(tmp_path / "x").folder("y"), Folder.at(f"file://{tmp_path}/x/y")):
+        folder.write_jsonl("rows", rows)
+        assert folder.read_jsonl("rows") == rows
+        folder.write_json("one", {"rows": rows})
+        assert folder.read_json("one") == {"rows": rows}
+        assert folder.names() == ["one", "rows"]
+        assert folder.size() == sum(p.stat().st_size for p in (tmp_path / "x" / "y").iterdir())
+    folder.delete()
+    assert not (tmp_path / "x" / "y").exists()
+    assert folder.names() == []
+    folder.delete()
+
+
+@pytest.mark.parametrize(
+    ("content", "read", "part"),
+    [
+        (None, Folder.read_json, "/f does not exist."),
+        (None, Folder.read_jsonl, "/f does not exist."),
+        (b"{", Folder.read_json, "/f is not valid JSON ("),
+        (b"\xff\xfe\x00", Folder.read_json, "/f is not valid JSON ("),
+        (b"1\n2\n{\n4\n", Folder.read_jsonl, "/f, line 3: not valid JSON ("),
+        (b'1\n"\xff"\n', Folder.read_jsonl, "/f, line 2: not valid JSON ("),
+        (b"1\n\n2\n", Folder.read_jsonl, "/f, line 2: not valid JSON ("),
+        (b'1\n{"a": ', Folder.read_jsonl, "/f, line 2: not valid JSON ("),
+    ],
+)
+def test_what_cannot_be_read_is_named(
+    tmp_path: Path, content: bytes | None, read: Callable[[Folder, str], Any], part: str
+) -> None:
+    if content is not None:
+        (tmp_path / "f").write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        read(Folder.at(tmp_path), "f")
+    assert f"{tmp_path}{part}" in str(caught.value)
+
+
+def test_a_relative_run_folder_is_refused_in_a_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"run folder 'runs/x' is relative.*Expected an absolute path or a URI"):
+        RunFolder.open("runs/x", in_job=True)
+    assert RunFolder.open("runs/x").path == str(tmp_path / "runs" / "x")
+    assert RunFolder.open(str(tmp_path / "x"), in_job=True).path == str(tmp_path / "x")
+    assert RunFolder.open(f"file://{tmp_path}/x", in_job=True).path == str(tmp_path / "x")
+    with pytest.raises(ConfigError, match="no run folder"):
+        RunFolder.open("")
+
+
+# --- origins --------------------------------------------------------------------------------------------------------
+
+
+def test_the_key_depends_on_all_that_decides_the_content_and_on_nothing_else() -> None:
+    origin = Origin(stage="vocab", settings={"a": {"b": 1, "c": [2]}}, inputs={"extract": "k"}, target={"config": "t"})
+    same = [
+        {"settings": {"a": {"c": [2], "b": 1}}},
+        {"target_path": "/moved"},
+        {"versions": {"torch": "9"}},
+        {"finished": "now", "seconds": 3.0, "bytes": 4, "samples": 5, "tokens": 6},
+    ]
+    others = [
+        {"stage": "train"},
+        {"settings": {"a": {"b": 2, "c": [2]}}},
+        {"settings": {"a": {"b": 1, "c": [2], "d": None}}},
+        {"inputs": {"extract": "l"}},
+        {"inputs": {"generate": "k"}},
+        {"target": {"config": "u"}},
+    ]
+    assert all(origin.model_copy(update=change).key == origin.key for change in same)
+    keys = {origin.model_copy(update=change).key for change in others}
+    assert len(keys | {origin.key}) == len(others) + 1
+    for change in others[1:]:
+        assert len(differences(origin, origin.model_copy(update=change))) == (2 if "generate" in str(change) else 1)
+    assert differences(origin, origin.model_copy(update=others[1])) == ["settings.a.b: 1 -> 2"]
+    code = f"from ray_eagle.run import Origin; print(Origin(**{origin.model_dump()!r}).key)"
+    elsewhere = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert elsewhere.strip() == origin.key
+    assert content_hash({"x": 1.0}) != content_hash({"x": 1.5})
+
+
+def test_origin_is_kept_in_the_folder_and_damage_is_named(tmp_path: Path) -> None:
+    run = RunFolder.open(str(tmp_path))
+    assert run.origin("vocab") is None
+    origin = Origin(stage="vocab", settings={}, inputs={}, target={})
+    run.write_origin(origin)
+    assert run.origin("vocab") == origin
+    assert run.finished("vocab") is None
+    with pytest.raises(OriginError, match=r"/vocab is not finished yet\. Run `ray-eagle vocab` first"):
+        run.input_key("vocab")
+    with pytest.raises(OriginError, match=r"/drafter was not made yet\. Run `ray-eagle train` first"):
+        run.input_key("train")
+    run.write_origin(origin.model_copy(update={"finished": "now"}))
+    assert run.input_key("vocab") == origin.key
+    (tmp_path / "vocab" / "origin.json").write_text("{}")
+    with pytest.raises(InputError, match=r"vocab/origin\.json is damaged \(stage: .*--redo"):
+        run.origin("vocab")
+
+
+# --- stages ---------------------------------------------------------------------------------------------------------
+
+
+class Said:
+    """Keeps what a stage tells its user."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def start(self, task: str, total: float, unit: str) -> None: ...
+
+    def advance(self, amount: float, note: str = "") -> None: ...
+
+    def say(self, message: str) -> None:
+        self.lines.append(message)
+
+
+class Bench:
+    """A run whose conversations and states are there, so that `vocab` can run without Ray."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        self.run = RunFolder.open(str(folder / "run"))
+        (folder / "prompts.jsonl").write_text('{"id": "a", "turns": ["A?"]}\n')
+        self.settings: dict[str, Any] = {
+            "target.path": str(target),
+            "target.aux_layers": [1, 3, 4],
+            "generate.prompts": str(folder / "prompts.jsonl"),
+            "vocab.size": 20,
+        }
+        write_dataset(self.run.of("extract"), random_rows(1, list(range(60, 90))))
+        pipeline, _ = self.pipeline()
+        for stage in ("generate", "extract"):
+            origin = pipeline._origin(stage)
+            self.run.write_origin(origin.model_copy(update={"finished": "2026-01-01T00:00:00+00:00"}))
+
+    def pipeline(self, **changes: Any) -> tuple[Pipeline, list[str]]:
+        tree: dict[str, Any] = {}
+        for key, value in {**self.settings, **{k.replace("__", "."): v for k, v in changes.items()}}.items():
+            section, _, leaf = key.rpartition(".")
+            (tree.setdefault(section, {}) if section else tree)[leaf] = value
+        said = Said()
+        return Pipeline(Config.model_validate(tree), self.run, said), said.lines
+
+    def refusal(self, stage: str, **changes: Any) -> str:
+        before = {p: p.stat().st_mtime_ns for p in Path(self.run.path).rglob("*")}
+        with pytest.raises(OriginError) as caught:
+            self.pipeline(**changes)[0].stage(stage)
+        assert {p: p.stat().st_mtime_ns for p in Path(self.run.path).rglob("*")} == before
+        return str(caught.value)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, target_folder: Path) -> Bench:
+    return Bench(tmp_path, target_folder)
+
+
+def test_a_finished_stage_is_skipped_and_says_so(bench: Bench) -> None:
+    pipeline, said = bench.pipeline()
+    assert pipeline.stage("vocab") is not None
+    assert said[-1] == "vocab: done in 0 s"
+    origin = bench.run.finished("vocab")
+    assert origin is not None
+    assert (origin.samples, origin.bytes > 0, origin.versions["ray"] != "") == (20, True, True)
+    assert origin.target_path == bench.settings["target.path"]
+
+    marker = Path(bench.run.of("vocab").file("marker"))
+    marker.touch()
+    pipeline, said = bench.pipeline()
+    assert pipeline.stage("vocab") is None
+    assert said == [f"vocab: done already ({origin.finished}, 0 s)"]
+    assert bench.run.origin("vocab") == origin
+
+    pipeline, said = bench.pipeline()
+    assert pipeline.stage("vocab", redo=True) is not None
+    assert not marker.exists()
+    assert bench.run.finished("vocab") is not None
+
+
+def test_a_changed_setting_is_named_with_the_way_out(bench: Bench) -> None:
+    bench.pipeline()[0].stage("vocab")
+    message = bench.refusal("vocab", vocab__size=30, vocab__report_sizes=[7])
+    assert message.startswith(f"{bench.run.path}/vocab was made from other settings or inputs: ")
+    assert "settings.vocab.size: 20 -> 30" in message
+    assert "settings.vocab.report_sizes: [1000, 2000, 4000, 8000, 16000, 32000, 64000] -> [7]" in message
+    assert message.endswith("Use another run folder (--run), or redo it: `ray-eagle vocab --redo`.")
+
+    assert bench.pipeline(vocab__size=30)[0].stage("vocab", redo=True) is not None
+    assert bench.run.of("vocab").read_json("vocab.json")["size"] == 30
+
+
+def test_an_unfinished_stage_of_other_settings_is_refused_and_of_the_same_goes_on(bench: Bench) -> None:
+    origin = bench.pipeline()[0]._origin("vocab")
+    bench.run.write_origin(origin)
+    bench.run.of("vocab").write_bytes("half-made", b"something")
+    assert "settings.vocab.size: 20 -> 21" in bench.refusal("vocab", vocab__size=21)
+    assert bench.pipeline()[0].stage("vocab") is not None
+    assert bench.run.finished("vocab") is not None
+
+
+def test_a_stage_that_made_nothing_yet_may_start_with_other_settings(bench: Bench) -> None:
+    bench.run.write_origin(bench.pipeline()[0]._origin("vocab"))
+    assert bench.pipeline(vocab__size=21)[0].stage("vocab") is not None
+    assert bench.run.of("vocab").read_json("vocab.json")["size"] == 21
+
+
+def test_machine_settings_redo_nothing(bench: Bench) -> None:
+    bench.pipeline()[0].stage("vocab")
+    changes = {"extract__actors": 8, "generate__gpus": 1, "extract__cpus": 3, "serve__port": 99, "ray__address": "x:1"}
+    assert bench.pipeline(**changes)[0].stage("vocab") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "upstream", "named"),
+    [  # conversations are the input of extract, states that of vocab
+        ({"generate__max_new_tokens": 7}, "conversations", "settings.generate.max_new_tokens: 512 -> 7"),
+        ({"extract__state_dtype": "float32"}, "hidden_states", "settings.extract.state_dtype: 'bfloat16' -> 'float32'"),
+        ({"target__aux_layers": [1, 2, 4]}, "conversations", "settings.target.aux_layers: [1, 3, 4] -> [1, 2, 4]"),
+        ({"target__dtype": "float32"}, "conversations", "settings.target.dtype: 'auto' -> 'float32'"),
+        ({"seed": 5}, "conversations", "settings.seed: 0 -> 5"),
+    ],
+)
+def test_an_input_made_otherwise_is_refused(bench: Bench, change: dict[str, Any], upstream: str, named: str) -> None:
+    message = bench.refusal("vocab", **change)
+    reader = {"conversations": "extract", "hidden_states": "vocab"}[upstream]
+    assert message.startswith(f"{reader}: its input does not belong to these settings. ")
+    assert f"{bench.run.path}/{upstream} was made from other settings or inputs: {named}" in message
+    assert "--redo`" in message
+
+
+def test_changed_prompts_are_an_input_made_otherwise(bench: Bench) -> None:
+    bench.pipeline()[0].stage("vocab")
+    prompts = Path(bench.settings["generate.prompts"])
+    moved = prompts.with_name("moved.jsonl")
+    moved.write_bytes(prompts.read_bytes())
+    assert bench.pipeline(generate__prompts=str(moved))[0].stage("vocab") is None
+    moved.write_text('{"id": "a", "turns": ["B?"]}\n')
+    assert "conversations was made from other settings or inputs: inputs.prompts: " in bench.refusal(
+        "vocab", generate__prompts=str(moved)
+    )
+
+
+def test_an_upstream_that_was_made_anew_is_noticed(bench: Bench) -> None:
+    bench.pipeline()[0].stage("vocab")
+    changed, _ = bench.pipeline(extract__max_length=64)
+    bench.run.write_origin(changed._origin("extract").model_copy(update={"finished": "later"}))
+    message = bench.refusal("vocab", extract__max_length=64)
+    assert f"{bench.run.path}/vocab was made from other settings or inputs: inputs.extract: " in message
+
+
+def test_inputs_that_are_not_there_or_not_finished_are_named(bench: Bench, tmp_path: Path) -> None:
+    origin = bench.run.origin("extract")
+    assert origin is not None
+    bench.run.write_origin(origin.model_copy(update={"finished": None}))
+    assert "hidden_states is not finished yet. Run `ray-eagle extract` first" in bench.refusal("vocab")
+    bench.run.of("extract").delete()
+    assert "hidden_states was not made yet. Run `ray-eagle extract` first" in bench.refusal("vocab")
+
+
+def test_a_run_folder_of_another_target_names_both(bench: Bench, tmp_path: Path) -> None:
+    other = tiny_target(tmp_path / "other", seed=1)
+    message = bench.refusal("vocab", target__path=str(other))
+    assert f"was made with the target {bench.settings['target.path']} (config " in message
+    assert f"these settings name {other} (config " in message
+    assert "--redo`" in message
+
+
+def test_a_target_that_moved_is_the_same_target(bench: Bench, tmp_path: Path) -> None:
+    bench.pipeline()[0].stage("vocab")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in Path(bench.settings["target.path"]).iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    assert bench.pipeline(target__path=str(copy))[0].stage("vocab") is None
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 1}))
+    assert "was made with the target" in bench.refusal("vocab", target__path=str(copy))
+
+
+def test_arithmetic_needs_no_target_and_no_cluster(tmp_path: Path) -> None:
+    run = RunFolder.open(str(tmp_path))
+    settings = {"baseline_tps": 82.0, "cycle_ms": 30.0}
+    pipeline = Pipeline(Config.model_validate({"breakeven": settings}), run, Said())
+    outcome = pipeline.stage("breakeven")
+    assert outcome is not None
+    assert outcome.facts["arithmetic"] == pytest.approx(2.46)
+    assert pipeline.stage("breakeven") is None
+    other = Pipeline(Config.model_validate({"breakeven": settings | {"cycle_ms": 40.0}}), run, Said())
+    with pytest.raises(OriginError, match=r"settings\.cycle_ms: 30\.0 -> 40\.0"):
+        other.stage("breakeven")
+    assert other.stage("breakeven", redo=True) is not None
+
+
+def test_every_stage_but_the_two_views_has_an_origin() -> None:
+    assert set(KINDS) == {"breakeven", "probe-given", "generate", "extract", "vocab", "train", "probe"}
