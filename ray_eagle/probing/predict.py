@@ -45,10 +45,13 @@ def predict(
     draft_head_DH: Tensor,
     steps: int,
     *,
-    first_answer_only: bool = False,
+    first_answer: int | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> list[SamplePrediction]:
-    """Walk the answers of each sample with `steps` draft tokens a pass. Tensors in the drafter's dtype, on its device."""
+    """Walk the answers of each sample with `steps` draft tokens a pass; tensors in the drafter's dtype, on its device.
+
+    `first_answer`: walk only so many tokens of the first answer, as a probe with that many new tokens does.
+    """
     predictions = []
     for sample in samples:
         pack = make_pack([sample], steps).to(embedding_VH.device, embedding_VH.dtype)
@@ -60,8 +63,9 @@ def predict(
             loss = float(scores.losses_N[scores.enters_N].sum())
             rows.append((int(scores.right_N.sum()), len(scores.at_N), len(scores.at_N) - entering, loss, entering))
         answers = [(first, last) for first, last in answers_of(sample.loss_mask.tolist()) if first]
-        chosen = answers[:1] if first_answer_only else answers
-        passes = [one for first, last in chosen for one in walk_answer(right_KT, first, last)]
+        if first_answer is not None:
+            answers = [(first, min(last, first + first_answer - 1)) for first, last in answers[:1]]
+        passes = [one for first, last in answers for one in walk_answer(right_KT, first, last)]
         right, counted, outside, losses, entered = (list(column) for column in zip(*rows, strict=True))
         predictions.append(
             SamplePrediction(

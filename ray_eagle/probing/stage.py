@@ -139,7 +139,7 @@ def predict_held_out(
         embedding_VH.float(),
         head_VH[drafter.target_ids].float(),
         config.probe.steps,
-        first_answer_only=True,
+        first_answer=config.probe.max_new_tokens,
         progress=lambda: progress.advance(1),
     )
     return acceptance(

@@ -72,7 +72,7 @@ def test_walk_and_server_agree_pass_by_pass(finished: tuple[Path, dict[str, Any]
         embedding.float(),
         head[drafter.target_ids].float(),
         run.config.probe.steps,
-        first_answer_only=True,
+        first_answer=run.config.probe.max_new_tokens,
     )
     served = Probe.model_validate(run.run.of("probe").read_json("probe.json")).served
     walked = {p.source_id: (p.starts, p.accepted) for p in predictions}
