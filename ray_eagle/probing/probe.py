@@ -82,9 +82,6 @@ class ProbeReport(Report):
     repeated_8gram_share: float
     speed: Speed
     """Over the prompts decoded both ways, one right after the other."""
-    cycle_seconds_all: float
-    """Over all prompts; longer contexts than those of `speed`, perhaps."""
-    cycles_all: int
     break_even: float
     speedup: float
     """acceptance_length / break_even."""
@@ -136,11 +133,11 @@ def run_probe(
     rows: list[PromptRow] = []
     timings: list[Timing] = []
     differences: list[Difference] = []
-    cycles, seconds, accepted_so_far = 0, 0.0, 0
+    cycles, accepted_so_far = 0, 0
     for number, prompt in enumerate(prompts):
         reply = client.generate(input_ids=prompt.input_ids, max_new_tokens=max_new_tokens, steps=steps, plain=False)
         rows.append(_row(prompt, reply, steps))
-        cycles, seconds = cycles + len(reply.passes), seconds + reply.decode_seconds
+        cycles += len(reply.passes)
         if number in both_ways:
             plain = client.generate(input_ids=prompt.input_ids, max_new_tokens=max_new_tokens, steps=steps, plain=True)
             timings.append(_timing(reply, plain))
@@ -168,8 +165,6 @@ def run_probe(
         acceptance_without_repeats=pooled(fresh) if any(fresh) else None,
         repeated_8gram_share=repeated_ngram_share([row.tokens for row in rows]),
         speed=speed,
-        cycle_seconds_all=seconds / cycles,
-        cycles_all=cycles,
         break_even=speed.break_even,
         speedup=speedup(whole.acceptance_length, speed.break_even),
         verdict=name,
@@ -240,10 +235,10 @@ def _row(prompt: ProbePrompt, reply: GenerateReply, steps: int) -> PromptRow:
 
 def _timing(speculative: GenerateReply, plain: GenerateReply) -> Timing:
     return Timing(
-        cycle_seconds=speculative.decode_seconds,
+        cycle_seconds=speculative.step_seconds * len(speculative.passes),
         cycles=len(speculative.passes),
         speculative_tokens=speculative.decode_tokens,
-        plain_seconds=plain.decode_seconds,
+        plain_seconds=plain.step_seconds * plain.decode_tokens,
         plain_tokens=plain.decode_tokens,
     )
 

@@ -13,7 +13,7 @@ from ray_eagle.probing.breakeven import break_even
 
 @dataclass(frozen=True)
 class Timing:
-    """One prompt decoded both ways. Times leave the prefill out; so do the token counts."""
+    """One prompt decoded both ways: median time of a cycle or step, times their number. Prefill and its token are left out."""
 
     cycle_seconds: float
     """All speculative cycles together."""

@@ -28,6 +28,8 @@ class Generation:
     """Everything after the prefill."""
     decode_tokens: int
     """Tokens made in that time: all but the first, which the prefill gives."""
+    step_seconds: float
+    """Median time of one plain step or one speculative cycle, which a hiccup of the machine does not move; 0 without any."""
 
 
 def complete_passes(generation: Generation, prompt_length: int, steps: int) -> list[VerifyPass]:

@@ -64,6 +64,7 @@ class GenerateReply(Message):
     prefill_seconds: float
     decode_seconds: float
     decode_tokens: int
+    step_seconds: float
 
     @property
     def generation(self) -> Generation:
@@ -74,6 +75,7 @@ class GenerateReply(Message):
             self.prefill_seconds,
             self.decode_seconds,
             self.decode_tokens,
+            self.step_seconds,
         )
 
 

@@ -7,10 +7,11 @@ greedy decoding. A cycle is whole (take in, draft, verify), so cycle times compa
 """
 
 import inspect
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -61,9 +62,11 @@ class ReferenceEngine:
         cache = DynamicCache()
         tokens = self._forward(list(prompt_ids), cache, keep=1)
         prefill_seconds = clock.lap()
+        laps: list[float] = []
         while self._unfinished(tokens, max_new_tokens):
             tokens += self._forward(tokens[-1:], cache)
-        return self._generation(tokens, [], max_new_tokens, prefill_seconds, clock.lap())
+            laps.append(clock.lap())
+        return self._generation(tokens, [], max_new_tokens, prefill_seconds, laps)
 
     @torch.inference_mode()
     def speculate(self, prompt_ids: Sequence[int], max_new_tokens: int, steps: int) -> Generation:
@@ -88,6 +91,7 @@ class ReferenceEngine:
         aux_TC = aux_TC[-1:]
         prefill_seconds = clock.lap()
         passes: list[VerifyPass] = []
+        laps: list[float] = []
         while self._unfinished(sequence[first:], max_new_tokens):
             start = len(sequence) - 2
             chain.extend(aux_TC, sequence[-len(aux_TC) :])
@@ -99,7 +103,8 @@ class ReferenceEngine:
             aux_TC = self._aux()[: accepted + 1]
             passes.append(VerifyPass(start, drafted, accepted, verified[accepted]))
             sequence += verified[: accepted + 1]
-        return self._generation(sequence[first:], passes, max_new_tokens, prefill_seconds, clock.lap())
+            laps.append(clock.lap())
+        return self._generation(sequence[first:], passes, max_new_tokens, prefill_seconds, laps)
 
     def _forward(self, tokens: list[int], cache: DynamicCache, keep: int = 0) -> list[int]:
         """The target's argmax after each token (after the last `keep` only); appends to the cache, captures states."""
@@ -122,11 +127,18 @@ class ReferenceEngine:
         return len(answer) < max_new_tokens and self.eos_ids.isdisjoint(answer)
 
     def _generation(
-        self, answer: list[int], passes: list[VerifyPass], max_new_tokens: int, prefill_seconds: float, seconds: float
+        self,
+        answer: list[int],
+        passes: list[VerifyPass],
+        max_new_tokens: int,
+        prefill_seconds: float,
+        laps: list[float],
     ) -> Generation:
         ends = [i for i, token in enumerate(answer[:max_new_tokens]) if token in self.eos_ids]
         tokens = answer[: ends[0] + 1] if ends else answer[:max_new_tokens]
-        return Generation(tokens, passes, "stop" if ends else "length", prefill_seconds, seconds, len(tokens) - 1)
+        reason: Literal["stop", "length"] = "stop" if ends else "length"
+        typical = statistics.median(laps) if laps else 0.0
+        return Generation(tokens, passes, reason, prefill_seconds, sum(laps), len(tokens) - 1, typical)
 
     def _check(self, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
         vocabulary = self._embedding.num_embeddings

@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 import torch
 
+from ray_eagle.target.cache import growing_cache
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -46,6 +48,7 @@ def generate_batch(
     output_BT = model.generate(
         ids_BT,
         attention_mask=mask_BT,
+        past_key_values=growing_cache(model.config),
         max_new_tokens=max_new_tokens,
         eos_token_id=eos,
         pad_token_id=pad,

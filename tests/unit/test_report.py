@@ -66,8 +66,6 @@ def probe_result(seed: int, *, needed: float = 1.5, predicted: bool = True, good
         acceptance_without_repeats=walked,
         repeated_8gram_share=0.0625,
         speed=measured,
-        cycle_seconds_all=0.1,
-        cycles_all=108,
         break_even=measured.break_even,
         speedup=whole.acceptance_length / measured.break_even,
         verdict=name,
