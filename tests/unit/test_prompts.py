@@ -101,7 +101,14 @@ def test_every_category_of_the_shipped_set_is_held_out_somewhere() -> None:
 def test_similarity_equals_the_plain_definition(seed: int) -> None:
     rng = random.Random(seed)
     texts = [words(rng, rng.randint(1, 12)) for _ in range(5)]
-    texts += [edited(rng, text, rng.randint(1, 10)).upper() for text in texts] + ["", "a", "Ab  c", "ab C", "Straße", "STRASSE"]
+    texts += [edited(rng, text, rng.randint(1, 10)).upper() for text in texts] + [
+        "",
+        "a",
+        "Ab  c",
+        "ab C",
+        "Straße",
+        "STRASSE",
+    ]
     for one in texts:
         others = rng.sample(texts, 4)
         expected = max(slow_jaccard(one, other) for other in others)
