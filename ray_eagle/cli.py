@@ -1,6 +1,7 @@
 """The `ray-eagle` command: parses, calls a stage, prints. No logic.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or settings. Results go to stdout, everything else to stderr.
+Exit codes: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C. Results go to stdout, everything else to
+stderr; with --address, stdout is the job's log.
 """
 
 import json
@@ -25,7 +26,8 @@ HELP = {
     "extract": "Capture the target's hidden states over the conversations.",
     "vocab": "Choose the tokens that the drafter may say.",
     "train": "Train the drafter (or fine-tune a given one) and export it for SGLang.",
-    "probe": "Serve the drafter, measure acceptance and speed, and judge. With --from-shards: predict, without a server.",
+    "probe": "Serve the trained drafter (before training: the given one), measure acceptance and speed, and judge. "
+    "With --from-shards: predict from captured states, without a server.",
     "report": "Gather what the run found: report.json and a table.",
     "run": "All stages in order: skips what is done, and stops when a drafter pays already or none can.",
 }
@@ -118,11 +120,12 @@ def run_all(
         loaded = load_config(config, preset, list(context.args))
         if address:
             _submit("run", loaded, address, (["--redo", redo] if redo else []) + ["--json"] * json_output)
-        from ray_eagle.stages import ORDER
+        from ray_eagle.stages import ORDER, copy_config
 
         if redo and redo not in ORDER:
             raise ConfigError(f"--redo: expected a stage ({', '.join(ORDER)}), found {redo!r}.")
         with _stdout_for_results() as out, _pipeline(loaded.config, in_job) as pipeline:
+            copy_config(loaded.config, pipeline.run)
             report = pipeline.all(redo=redo)
             _print_report(report, json_output, out)
 
@@ -130,22 +133,30 @@ def run_all(
 @app.command("verify", help="Re-read a whole hidden-state dataset and name each fault.")
 def verify_command(
     folder: Annotated[str, typer.Argument(help="Folder or URI of the dataset (RUN/hidden_states).")],
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Discard the damaged units; the next `ray-eagle extract` makes them again.")
+    ] = False,
     json_output: Json = False,
     debug: Debug = False,
 ) -> None:
     with _explained(debug):
-        from ray_eagle.hidden_states.verify import verify
+        from ray_eagle.hidden_states.verify import discard, verify
         from ray_eagle.run import Folder
 
         progress = _progress()
         progress.start("verify", 0, "units")
         faults = verify(Folder.at(folder), lambda done, total: progress.say(f"verify: unit {done} of {total}"))
         progress.close()
+        messages = [fault.message for fault in faults]
         if json_output:
-            print(json.dumps({"folder": folder, "faults": faults}))
+            print(json.dumps({"folder": folder, "faults": messages}))
         else:
-            print("\n".join(faults) or f"{folder}: everything is as it was written")
-        if faults:
+            print("\n".join(messages) or f"{folder}: everything is as it was written")
+        if faults and repair:
+            discard(Folder.at(folder), {fault.unit for fault in faults})
+            progress.say("verify: the damaged units are discarded; run `ray-eagle extract` to make them again")
+        elif faults:
+            progress.say("verify: --repair discards the damaged units, then `ray-eagle extract` makes them again")
             raise typer.Exit(1)
 
 
@@ -164,21 +175,29 @@ def config_show(
             return
         table = Table("setting", "value", "from")
         for key, value, origin in loaded.rows():
-            table.add_row(key, str(value), origin, style=None if origin == "default" else "bold")
-        Console().print(table)
+            shown = "(set)" if key == "serve.token" and value else str(value)
+            table.add_row(key, shown, origin, style=None if origin == "default" else "bold")
+        console = Console()
+        console.print(table) if console.is_terminal else Console(width=200).print(table)
 
 
 def _run_stage(
     name: str, config: Config, redo: bool, from_shards: bool, json_output: bool, in_job: bool, out: TextIO
 ) -> None:
+    from ray_eagle.stages import copy_config
+
     with _pipeline(config, in_job) as pipeline:
         if from_shards:
             from ray_eagle.probing.stage import predict_from_shards
 
+            pipeline.check_current("extract", reader="probe")
             found = predict_from_shards(config, pipeline.run, pipeline.facts, pipeline.progress)
             text = json.dumps(found.model_dump(mode="json")) if json_output else _prediction(found)
             print(text, file=out)
             return
+        copy_config(config, pipeline.run)
+        if name == "probe" and config.drafter.path and not pipeline.run.finished("train"):
+            name = "probe-given"
         outcome = pipeline.stage(name, redo=redo)
         if name == "report":
             from ray_eagle.report.model import build_report
@@ -193,11 +212,10 @@ def _run_stage(
 @contextmanager
 def _pipeline(config: Config, in_job: bool) -> Iterator[Any]:
     from ray_eagle.run import RunFolder
-    from ray_eagle.stages import Pipeline, copy_config
+    from ray_eagle.stages import Pipeline
 
     run = RunFolder.open(config.run, in_job=in_job)
     _quiet()
-    copy_config(config, run)
     progress = _progress(in_job)
     try:
         yield Pipeline(config, run, progress)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ray_eagle.errors import ConfigError
 
@@ -18,6 +18,11 @@ PRESETS = Path(__file__).parent / "presets"
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[int, Field(ge=1)]
+
+
+def _expand(path: str | None) -> str | None:
+    """`~` as the home folder."""
+    return str(Path(path).expanduser()) if path and "://" not in path else path
 
 
 class Section(BaseModel):
@@ -115,10 +120,10 @@ class VocabConfig(Section):
 class DrafterConfig(Section):
     """The drafter: one given, or the shape of the one to train."""
 
-    path: str | None = None
+    path: Annotated[str | None, AfterValidator(_expand)] = None
     """An existing drafter folder: probed first, and fine-tuned when it does not pay."""
     initial: Literal["target", "random"] = "target"
-    """Where a drafter trained from scratch starts: head rows and final norm of the target, or random weights."""
+    """Where a drafter trained from scratch starts: head, final norm and last block of the target, or random weights."""
     intermediate_size: Positive | None = None
     """MLP width. Default: the target's."""
     num_attention_heads: Positive | None = None

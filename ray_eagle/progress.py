@@ -7,8 +7,8 @@ from typing import Protocol
 class Progress(Protocol):
     """Receives the state of one running task."""
 
-    def start(self, task: str, total: float, unit: str) -> None:
-        """A task begins; `total` in `unit` (prompts, samples, tokens, steps)."""
+    def start(self, task: str, total: float, unit: str, done: float = 0) -> None:
+        """A task begins, with `done` of `total` made earlier; in `unit` (prompts, samples, tokens, steps)."""
 
     def advance(self, amount: float, note: str = "") -> None:
         """So much more is done; `note` holds figures worth showing."""
@@ -20,7 +20,7 @@ class Progress(Protocol):
 class Silent:
     """Shows nothing (tests, library use)."""
 
-    def start(self, task: str, total: float, unit: str) -> None: ...
+    def start(self, task: str, total: float, unit: str, done: float = 0) -> None: ...
 
     def advance(self, amount: float, note: str = "") -> None: ...
 
@@ -28,11 +28,11 @@ class Silent:
 
 
 class Rate:
-    """Amount done, rate and time left since the start of a task."""
+    """Amount done, rate and time left since the start of a task; what was done before it does not count as fast."""
 
-    def __init__(self, total: float) -> None:
+    def __init__(self, total: float, done: float = 0.0) -> None:
         self.total = total
-        self.done = 0.0
+        self.before = self.done = done
         self.began = time.monotonic()
 
     def advance(self, amount: float) -> None:
@@ -44,7 +44,7 @@ class Rate:
 
     @property
     def per_second(self) -> float:
-        return self.done / self.seconds if self.seconds > 0 else 0.0
+        return (self.done - self.before) / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def seconds_left(self) -> float:

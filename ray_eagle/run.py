@@ -179,8 +179,8 @@ class RunFolder(Folder):
         if in_job and "://" not in uri and not Path(uri).is_absolute():
             raise ConfigError(
                 f"run folder {uri!r} is relative, but a job runs in a directory of its own. Expected an absolute path or a "
-                f"URI that every node sees: set `run: {Path(uri).absolute().name}` to one, or submit with "
-                "`ray-eagle STAGE --address URL`, which resolves it first."
+                "URI that every node sees: write one as `run`, or submit with `ray-eagle STAGE --address URL`, which "
+                "resolves it first."
             )
         folder = Folder.at(uri)
         return cls(folder.fs, folder.path)

@@ -7,6 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ray_eagle.cluster import connect, versions
 from ray_eagle.config import Config
 from ray_eagle.conversations.generate import generate
@@ -83,7 +85,9 @@ class Pipeline:
             self._discard(name)
         found = self.run.origin(name)
         if found and found.key != wanted.key:
-            raise OriginError(self._mismatch(name, found, wanted))
+            if not self._nothing_made(name):
+                raise OriginError(self._mismatch(name, found, wanted))
+            found = None
         if found and found.finished:
             self.progress.say(f"{name}: done already ({found.finished}, {found.seconds:.0f} s)")
             return None
@@ -125,7 +129,7 @@ class Pipeline:
         if name == "breakeven":
             found = Breakeven.model_validate(self.run.of(name).read_json("breakeven.json"))
             if found.measured and not any(row.can_pay for row in found.measured.rows):
-                return "run: break-even exceeds steps + 1 at every setting, so no drafter can pay here: stopping."
+                return "run: break-even is steps + 1 or more at every setting, so no drafter can pay here: stopping."
             if found.arithmetic and found.arithmetic >= self.config.probe.steps + 1:
                 return (
                     f"run: break-even {found.arithmetic:.2f} is beyond {self.config.probe.steps + 1}, the most that "
@@ -183,7 +187,7 @@ class Pipeline:
         }
         inputs = {upstream: self.run.input_key(upstream) for upstream in kind.upstream}
         for upstream in kind.upstream:
-            self._check_current(upstream, name)
+            self.check_current(upstream, reader=name)
         if kind.prompts:
             inputs["prompts"] = prompts_hash(self.config.generate)
             if name.startswith("probe") and self.config.probe.prompts:
@@ -198,7 +202,7 @@ class Pipeline:
             target_path=str(self.facts.path),
         )
 
-    def _check_current(self, upstream: str, reader: str) -> None:
+    def check_current(self, upstream: str, *, reader: str) -> None:
         """An input made from other settings than the ones in use now must not be read silently."""
         found, wanted = self.run.origin(upstream), self._origin(upstream)
         if found and found.key != wanted.key:
@@ -208,7 +212,7 @@ class Pipeline:
 
     def _mismatch(self, name: str, found: Origin, wanted: Origin) -> str:
         folder = self.run.of(name).path
-        way_out = f"Use another run folder (--run), or redo it: `ray-eagle {name} --redo`."
+        way_out = f"Use another run folder (--run), or redo it: `ray-eagle {name.removesuffix('-given')} --redo`."
         if found.target != wanted.target:
             return (
                 f"{folder} was made with the target {found.target_path} ({_short(found.target)}), these settings name "
@@ -222,6 +226,12 @@ class Pipeline:
             self.run.folder(CHECKPOINTS).delete()
             self.run.folder(LOGS).delete()
 
+    def _nothing_made(self, name: str) -> bool:
+        """A stage that failed before it wrote anything leaves only its origin, which binds nobody."""
+        folder = self.run.of(name)
+        empty = folder.size() == len(folder.read_bytes("origin.json"))
+        return empty and not (name == "train" and self.run.folder(CHECKPOINTS).exists())
+
     def _preflight(self) -> Outcome:
         """Check everything that can be checked now. Raises InputError that names each error with its way out."""
         connect(self.config.ray)
@@ -230,10 +240,9 @@ class Pipeline:
         folder = self.run.of("preflight")
         folder.write_json("preflight.json", report.model_dump(mode="json"))
         for finding in report.findings:
-            if finding.level != "ok":
-                self.progress.say(
-                    f"preflight: {finding.level}: {finding.check}: {finding.message} {finding.fix}".rstrip()
-                )
+            if finding.level != "ok" or finding.check == "cost":
+                level = "" if finding.level == "ok" else f"{finding.level}: "
+                self.progress.say(f"preflight: {level}{finding.check}: {finding.message} {finding.fix}".rstrip())
         self.run.write_origin(
             Origin(
                 stage="preflight",
@@ -250,7 +259,7 @@ class Pipeline:
             raise InputError(
                 "preflight found " + f"{len(wrong)} error{'s' if len(wrong) > 1 else ''}:\n  " + "\n  ".join(wrong)
             )
-        self.progress.say(f"preflight: {len(report.findings)} checks, no error")
+        self.progress.say(f"preflight: {len(report.findings)} findings, none of them an error")
         return Outcome(facts=report.model_dump(mode="json"))
 
     def _report(self) -> Outcome:
@@ -260,11 +269,10 @@ class Pipeline:
 
 
 def copy_config(config: Config, run: RunFolder) -> None:
-    """Keep the effective settings of the latest command beside its artifacts."""
-    import yaml
-
+    """Keep the effective settings of the latest command beside its artifacts, without the token."""
     run.create()
-    run.write_bytes("run.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).encode())
+    settings = config.model_dump(mode="json", exclude={"serve": {"token"}})
+    run.write_bytes("run.yaml", yaml.safe_dump(settings, sort_keys=False).encode())
 
 
 def _short(target: dict[str, str]) -> str:

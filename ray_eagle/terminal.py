@@ -30,9 +30,9 @@ class TerminalProgress:
         self.bars.start()
         self.task: TaskID | None = None
 
-    def start(self, task: str, total: float, unit: str) -> None:
+    def start(self, task: str, total: float, unit: str, done: float = 0) -> None:
         self._finish()
-        self.task = self.bars.add_task(task, total=total, unit=unit, note="")
+        self.task = self.bars.add_task(task, total=total, completed=int(done), unit=unit, note="")
 
     def advance(self, amount: float, note: str = "") -> None:
         if self.task is not None:
@@ -60,8 +60,8 @@ class LogProgress:
         self.name = self.unit = ""
         self.last = 0.0
 
-    def start(self, task: str, total: float, unit: str) -> None:
-        self.rate, self.name, self.unit, self.last = Rate(total), task, unit, time.monotonic()
+    def start(self, task: str, total: float, unit: str, done: float = 0) -> None:
+        self.rate, self.name, self.unit, self.last = Rate(total, done), task, unit, time.monotonic()
 
     def advance(self, amount: float, note: str = "") -> None:
         self.rate.advance(amount)

@@ -108,8 +108,7 @@ def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progr
     done = set(folder.names())
     waiting = [batch for batch in batches if part_name(batch.index) not in done]
     total = sum(len(batch.prompts) for batch in batches)
-    progress.start("generate", total, "prompts")
-    progress.advance(total - sum(len(batch.prompts) for batch in waiting))
+    progress.start("generate", total, "prompts", done=total - sum(len(batch.prompts) for batch in waiting))
     if waiting:
         ensure_resources({"CPU": settings.cpus, "GPU": settings.gpus}, settings.actors, config.ray.wait_s)
         actor = ray.remote(Generator)
@@ -133,7 +132,7 @@ def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progr
     folder.write_json("summary.json", summary)
     if not summary["train"]["conversations"]:
         progress.say("generate: no training conversation was kept; see rejected.jsonl")
-    return Outcome(samples=summary["conversations"], tokens=summary["supervised_tokens"])
+    return Outcome(samples=summary["conversations"], tokens=summary["tokens"])
 
 
 def plan_batches(

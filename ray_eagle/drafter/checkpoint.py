@@ -21,6 +21,8 @@ from ray_eagle.errors import CheckpointError, explain
 WEIGHTS = "model.safetensors"
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 SAFETENSORS_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1, "U8": 1}
+EMBEDDING = "embed_tokens.weight"
+UNSUPPORTED = ("norm_before_fc", "norm_before_residual", "norm_output", "fc_norm")
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 COPY_AGAIN = "Copy the file again and compare its size with the source."
 
@@ -120,6 +122,7 @@ def read_shape(folder: Path) -> DrafterShape:
                 fix="Only EAGLE-3 drafters with one Llama layer are supported.",
             )
         )
+    _refuse_variants(config, path)
     try:
         return _shape(config)
     except KeyError as error:
@@ -135,6 +138,22 @@ def read_shape(folder: Path) -> DrafterShape:
     where = f"{path}, {key}" if key else path
     fix = "Take the original config.json, with the layer ids that the drafter was trained on."
     raise CheckpointError(explain("drafter config", where=where, expected=expected, found=found, fix=fix))
+
+
+def _refuse_variants(config: dict[str, Any], path: Path) -> None:
+    """Options that change the forward pass: ignoring one would draft at random."""
+    eagle = config.get("eagle_config") if isinstance(config.get("eagle_config"), dict) else {}
+    used = [key for key in UNSUPPORTED if config.get(key) or (eagle or {}).get(key)]
+    if used:
+        raise CheckpointError(
+            explain(
+                "drafter option",
+                where=path,
+                expected="a plain EAGLE-3 layer",
+                found=f"{used[0]} switched on",
+                fix="This variant is not supported; tools read the flag differently, so it is not ignored either.",
+            )
+        )
 
 
 def _shape(config: dict[str, Any]) -> DrafterShape:
@@ -210,6 +229,8 @@ def check_drafter(folder: Path) -> DrafterShape:
     path = folder / WEIGHTS
     found = read_header(path)
     expected = shape.tensors()
+    if EMBEDDING in found:  # engines take the target's; some exports carry a copy
+        expected[EMBEDDING] = (shape.vocab_size, shape.hidden_size)
     missing = sorted(expected.keys() - found.keys())
     unknown = sorted(found.keys() - expected.keys())
     if missing or unknown:

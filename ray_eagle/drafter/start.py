@@ -10,9 +10,12 @@ from ray_eagle.drafter.checkpoint import check_fits, load_drafter
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.errors import CheckpointError
-from ray_eagle.target.loading import TargetFacts, head_and_embedding
+from ray_eagle.hidden_states.reader import HiddenStates
+from ray_eagle.target.loading import TargetFacts, head_and_embedding, read_target_tensor
 
 INITIAL_STD = 0.02
+FUSED_RMS = 0.6
+"""Root mean square of the fused aux states that a drafter from scratch starts with."""
 
 
 def new_shape(settings: DrafterConfig, facts: TargetFacts, draft_vocab_size: int) -> DrafterShape:
@@ -44,33 +47,81 @@ def random_drafter(shape: DrafterShape, seed: int) -> Drafter:
     return drafter
 
 
-def start_drafter(settings: DrafterConfig, facts: TargetFacts, d2t: Tensor, t2d: Tensor, seed: int) -> Drafter:
+def start_drafter(
+    settings: DrafterConfig,
+    facts: TargetFacts,
+    d2t: Tensor,
+    t2d: Tensor,
+    seed: int,
+    channel_rms_C: Tensor | None = None,
+) -> Drafter:
     """The float32 drafter that training starts from, with the map d2t [D] and t2d [V].
 
-    An existing drafter keeps its map, since its head rows belong to it; raises CheckpointError if the map differs, or the layers that it listens to.
+    channel_rms_C: [3H] root mean square of each aux channel; a drafter from scratch then sees every channel at the same
+    size, though targets have a few that are a hundred times larger than the rest.
+    An existing drafter keeps its map, since its head rows belong to it; raises CheckpointError if the map differs, or
+    the layers that it listens to.
     """
     if settings.path:
-        drafter = load_drafter(Path(settings.path).expanduser())
-        check_fits(
-            drafter.shape,
-            hidden_size=facts.hidden_size,
-            vocab_size=facts.vocab_size,
-            layers=facts.layers,
-            where=settings.path,
-            captured=facts.aux_layers,
-        )
-        if not torch.equal(drafter.d2t, d2t):
-            raise CheckpointError(
-                f"drafter {settings.path}: expected the vocabulary map of the run, found another one. Its head rows belong "
-                "to its own map: run `ray-eagle vocab --redo`, which takes it over."
-            )
-        return drafter
+        return _given_drafter(settings.path, facts, d2t)
     drafter = random_drafter(new_shape(settings, facts, len(d2t)), seed)
     drafter.d2t.copy_(d2t)
     drafter.t2d.copy_(t2d)
-    if settings.initial == "target":
-        head_VH, _, norm_H = head_and_embedding(facts)
-        with torch.no_grad():
-            drafter.lm_head.weight.copy_(head_VH[drafter.target_ids])
-            drafter.norm.weight.copy_(norm_H)
+    with torch.no_grad():
+        if channel_rms_C is not None:
+            generator = torch.Generator().manual_seed(seed)
+            drafter.fc.weight.normal_(std=FUSED_RMS * len(channel_rms_C) ** -0.5, generator=generator)
+            drafter.fc.weight.div_(channel_rms_C)
+        if settings.initial == "target":
+            _copy_from_target(drafter, facts)
     return drafter
+
+
+def channel_rms(samples: HiddenStates, most: int = 64) -> Tensor:
+    """[3H] root mean square of each aux channel over the first samples, without the first token.
+
+    (Targets keep a huge state there, whatever the token is.) Samples of one token alone give ones.
+    """
+    aux_TC = torch.cat([samples[i].aux[1:].float() for i in range(min(most, len(samples)))])
+    return aux_TC.square().mean(0).sqrt().clamp(min=1e-3) if len(aux_TC) else torch.ones(aux_TC.shape[1])
+
+
+def _given_drafter(path: str, facts: TargetFacts, d2t: Tensor) -> Drafter:
+    drafter = load_drafter(Path(path))
+    check_fits(
+        drafter.shape,
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+        layers=facts.layers,
+        where=path,
+        captured=facts.aux_layers,
+    )
+    if not torch.equal(drafter.d2t, d2t):
+        raise CheckpointError(
+            f"drafter {path}: expected the vocabulary map of the run, found another one. Its head rows belong to its own "
+            "map: run `ray-eagle vocab --redo`, which takes it over."
+        )
+    return drafter
+
+
+def _copy_from_target(drafter: Drafter, facts: TargetFacts) -> None:
+    """Head rows, final norm, and the last block as far as its shapes fit; its attention reads the hidden half alone."""
+    head_VH, _, norm_H = head_and_embedding(facts)
+    drafter.lm_head.weight.copy_(head_VH[drafter.target_ids])
+    drafter.norm.weight.copy_(norm_H)
+    layer, hidden = drafter.midlayer, facts.hidden_size
+    places: dict[str, Tensor] = {
+        "input_layernorm": layer.hidden_norm.weight,
+        "post_attention_layernorm": layer.post_attention_layernorm.weight,
+        "mlp.gate_proj": layer.mlp.gate_proj.weight,
+        "mlp.up_proj": layer.mlp.up_proj.weight,
+        "mlp.down_proj": layer.mlp.down_proj.weight,
+        "self_attn.q_proj": layer.self_attn.q_proj.weight[:, hidden:],
+        "self_attn.k_proj": layer.self_attn.k_proj.weight[:, hidden:],
+        "self_attn.v_proj": layer.self_attn.v_proj.weight[:, hidden:],
+        "self_attn.o_proj": layer.self_attn.o_proj.weight,
+    }
+    for name, place in places.items():
+        found = read_target_tensor(facts.path, f"layers.{facts.layers - 1}.{name}.weight")
+        if found is not None and found.shape == place.shape:
+            place.copy_(found)

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ray_eagle.errors import DatasetError
 from ray_eagle.hidden_states.plan import DatasetPlan, Unit
 from ray_eagle.hidden_states.schema import Sample, encode, schema
-from ray_eagle.run import Folder
+from ray_eagle.run import Folder, content_hash
 
 PLAN = "dataset.json"
 LOCK = "lock.json"
@@ -28,6 +28,8 @@ LOCK = "lock.json"
 
 class UnitRecord(BaseModel):
     """What a committed unit holds, and where it was made."""
+
+    model_config = ConfigDict(extra="forbid")
 
     unit: int
     file: str
@@ -43,6 +45,11 @@ class UnitRecord(BaseModel):
     token_counts: list[int]
     """and how often each does."""
     made_by: dict[str, Any]
+    seal: str = ""
+    """Hash of all of the above, set on commit: a damaged record is told from an intact one."""
+
+    def expected_seal(self) -> str:
+        return content_hash(self.model_dump(mode="json", exclude={"seal"}))
 
 
 def record_name(unit: int) -> str:
@@ -69,12 +76,23 @@ def read_records(folder: Folder, plan: DatasetPlan) -> dict[int, UnitRecord]:
         name = record_name(index)
         if name in present:
             try:
-                records[index] = UnitRecord.model_validate_json(folder.read_bytes(name))
-            except ValidationError as error:
+                records[index] = parse_record(folder.read_bytes(name))
+            except ValueError as error:
                 raise DatasetError(
-                    f"{folder.file(name)} is damaged ({error.errors()[0]['msg']}). Delete it and extract again."
+                    f"{folder.file(name)} is damaged ({error}). Run `ray-eagle verify {folder.path} --repair`, then extract."
                 ) from None
     return records
+
+
+def parse_record(data: bytes) -> UnitRecord:
+    """Raises ValueError, in a few words, for anything but an intact record."""
+    try:
+        record = UnitRecord.model_validate_json(data)
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"]) from None
+    if record.seal != record.expected_seal():
+        raise ValueError("its content does not match its seal")
+    return record
 
 
 def write_shard(
@@ -127,7 +145,7 @@ class DatasetWriter:
                 if read_plan(self.folder) != self.plan:
                     raise DatasetError(
                         f"{self.folder.path} holds a dataset of another plan (other samples, layers or settings). "
-                        "Use another run folder, or redo it with --redo extract."
+                        "Use another run folder, or redo it: `ray-eagle extract --redo`."
                     )
             else:
                 self.folder.write_json(PLAN, self.plan.model_dump())
@@ -143,6 +161,7 @@ class DatasetWriter:
 
     def commit(self, record: UnitRecord) -> None:
         """Make an attempt exist. A unit is committed once; raises DatasetError for a second time."""
+        record.seal = record.expected_seal()
         text = record.model_dump_json(indent=1).encode()
         if not _create(self.folder, record_name(record.unit), text):
             raise DatasetError(

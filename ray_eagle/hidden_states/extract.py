@@ -81,8 +81,8 @@ def extract(config: Config, run: RunFolder, facts: TargetFacts, progress: Progre
     with DatasetWriter(folder, plan) as writer:
         waiting = [unit for unit in units if unit.index not in writer.records]
         total = sum(unit.tokens for unit in plan.units)
-        progress.start("extract", total, "tokens")
-        progress.advance(total - sum(plan.units[unit.index].tokens for unit in waiting))
+        left = sum(plan.units[unit.index].tokens for unit in waiting)
+        progress.start("extract", total, "tokens", done=total - left)
         if waiting:
             ensure_resources({"CPU": settings.cpus, "GPU": settings.gpus}, settings.actors, config.ray.wait_s)
             pool = ActorPool(_actor_maker(config, facts, folder), settings.actors, "eagle-extract")

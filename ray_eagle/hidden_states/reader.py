@@ -24,7 +24,7 @@ class HiddenStates:
             if unit.split == split:
                 if index not in self.records:
                     raise DatasetError(
-                        f"{folder.file(record_name(index))} is missing: unit {index} was never committed. Run `ray-eagle extract`."
+                        f"{folder.file(record_name(index))} is missing: unit {index} was never committed. Run `ray-eagle verify {folder.path} --repair`, then `ray-eagle extract`."
                     )
                 self._rows += [(index, row) for row in range(self.records[index].rows)]
         self._open: dict[int, pa.ipc.RecordBatchFileReader] = {}
@@ -57,4 +57,6 @@ def open_shard(folder: Folder, name: str) -> pa.ipc.RecordBatchFileReader:
         source = pa.memory_map(path) if folder.is_local else folder.fs.open_input_file(path)
         return pa.ipc.open_file(source)
     except (OSError, pa.ArrowInvalid) as error:
-        raise DatasetError(f"shard {path} cannot be read ({error}). Run `ray-eagle verify` on the dataset.") from None
+        raise DatasetError(
+            f"shard {path} cannot be read ({error}). Run `ray-eagle verify {folder.path} --repair`, then `ray-eagle extract`."
+        ) from None

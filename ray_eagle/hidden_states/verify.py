@@ -3,37 +3,54 @@
 import hashlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pyarrow as pa
-from pydantic import ValidationError
 
 from ray_eagle.errors import DatasetError, InputError
-from ray_eagle.hidden_states.dataset import UnitRecord, read_plan, record_name
+from ray_eagle.hidden_states.dataset import UnitRecord, parse_record, read_plan, record_name
 from ray_eagle.hidden_states.plan import DatasetPlan
 from ray_eagle.hidden_states.reader import open_shard
 from ray_eagle.hidden_states.schema import Sample, decode, sample_id, schema
 from ray_eagle.run import Folder
 
 
-def verify(folder: Folder, progress: Callable[[int, int], None] | None = None) -> list[str]:
-    """Faults of the dataset, one sentence each, naming the file and, where it lies in one, the sample. Empty: all is well."""
+@dataclass(frozen=True)
+class Fault:
+    """One sentence that names the file and, where it lies in one, the sample."""
+
+    unit: int
+    message: str
+
+
+def verify(folder: Folder, progress: Callable[[int, int], None] | None = None) -> list[Fault]:
+    """Faults of the dataset. Empty: all is well."""
     plan = read_plan(folder)
-    faults: list[str] = []
+    faults: list[Fault] = []
     for index in range(len(plan.units)):
-        faults += _verify_unit(folder, plan, index)
+        faults += [Fault(index, message) for message in _verify_unit(folder, plan, index)]
         if progress:
             progress(index + 1, len(plan.units))
     return faults
 
 
+def discard(folder: Folder, units: set[int]) -> None:
+    """Delete the records of these units and call the stage unfinished, so that the next `extract` makes them again."""
+    for unit in units:
+        if folder.exists(record_name(unit)):
+            folder.delete_file(record_name(unit))
+    if folder.exists("origin.json"):
+        folder.write_json("origin.json", {**folder.read_json("origin.json"), "finished": None})
+
+
 def _verify_unit(folder: Folder, plan: DatasetPlan, index: int) -> list[str]:
     name = record_name(index)
     try:
-        record = UnitRecord.model_validate_json(folder.read_bytes(name))
+        record = parse_record(folder.read_bytes(name))
     except InputError:
         return [f"{folder.file(name)}: missing, unit {index} was never committed"]
-    except ValidationError as error:
-        return [f"{folder.file(name)}: damaged record ({error.errors()[0]['msg']})"]
+    except ValueError as error:
+        return [f"{folder.file(name)}: damaged record ({error})"]
     path = folder.file(record.file)
     try:
         data = folder.read_bytes(record.file)

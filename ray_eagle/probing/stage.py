@@ -14,7 +14,7 @@ from ray_eagle.conversations.prompts import Prompt, closest, load_prompts, read_
 from ray_eagle.conversations.template import render_prompt
 from ray_eagle.drafter.checkpoint import check_fits, load_drafter
 from ray_eagle.drafter.start import new_shape
-from ray_eagle.errors import InputError
+from ray_eagle.errors import InputError, OriginError
 from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.probing.acceptance import Acceptance, acceptance
 from ray_eagle.probing.breakeven import break_even_from_rates
@@ -91,7 +91,7 @@ def probe(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress
     folder = Folder.at(str(config.drafter.path)) if stage == "probe-given" else run.of("train")
     settings = config.probe
     prompts, dropped = probe_prompts(config, facts)
-    with local_copy(folder) as local, _client(config, local, progress) as client:
+    with local_copy(folder) as local, _client(config, facts, local, progress) as client:
         progress.start("probe", len(prompts), "prompts")
         served = run_probe(
             client,
@@ -105,6 +105,7 @@ def probe(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress
             progress=lambda done, total, note: progress.advance(1, note),
         )
         predicted = predict_held_out(config, run, facts, local, progress) if run.finished("extract") else None
+    progress.say(f"probe: verdict {served.verdict}: {' '.join(served.reasons)}")
     result = Probe(served=served, predicted=predicted, near_duplicates=dropped)
     run.of(stage).write_json("probe.json", result.model_dump())
     return Outcome(
@@ -176,6 +177,10 @@ def probe_prompts(config: Config, facts: TargetFacts) -> tuple[list[ProbePrompt]
     if config.probe.prompts:
         chosen = read_prompts(Path(config.probe.prompts).expanduser())
     far = [p for p in chosen if closest(shingles(" ".join(p.turns)), trained) < config.generate.near_duplicate]
+    if not chosen:
+        raise InputError(
+            "probe: expected held-out prompts, found none. Raise generate.held_out_share, or set probe.prompts."
+        )
     if not far:
         raise InputError(
             f"probe: expected held-out prompts, found {len(chosen)}, all close to training prompts. Raise "
@@ -199,10 +204,16 @@ def local_copy(folder: Folder) -> Iterator[Path]:
 
 
 @contextmanager
-def _client(config: Config, drafter_folder: Path, progress: Progress) -> Iterator[Any]:
+def _client(config: Config, facts: TargetFacts, drafter_folder: Path, progress: Progress) -> Iterator[Any]:
     """A server that already runs at probe.url, or one deployed for as long as the probe lasts."""
     if config.probe.url:
         with HttpClient(config.probe.url, config.serve.token) as client:
+            info = client.info()
+            if info.target_fingerprint != facts.fingerprint:
+                raise OriginError(
+                    f"probe.url {config.probe.url} serves the target {info.target}, these settings name {facts.path}, which "
+                    "differs. Name the same target, or leave probe.url out to deploy a server."
+                )
             yield client
         return
     progress.say(f"probe: serving the target with the drafter in {drafter_folder}")

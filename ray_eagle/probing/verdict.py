@@ -8,7 +8,7 @@ NOISE = 1.02
 """An interval that reaches down to here cannot be told from a drafter that is never right."""
 
 CHECKS = (
-    "layer ids: does the engine read the config's aux layer ids as outputs of those layers (EAGLE-3, section 1)?",
+    "layer ids: does the engine read the config's aux layer ids as outputs of those layers (docs/maths.md)?",
     "head: is lm_head.weight in the file, under the name that the engine loads? An engine draws a random one silently",
     "vocabulary map: is d2t an offset (target id - draft id), and of the same training run as lm_head?",
     "context: is the drafter's max_position_embeddings at least the target's serving context?",

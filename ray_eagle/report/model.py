@@ -43,6 +43,8 @@ class Report(BaseModel):
     break_even_interval: tuple[float, float] | None = None
     break_even_before_training: dict[int, float] = {}
     """R by number of draft steps, with a random drafter."""
+    confidence: float
+    """Of the intervals."""
     steps: int
     speedup: float | None = None
     plain_tokens_per_second: float | None = None
@@ -71,6 +73,7 @@ def build_report(config: Config, run: RunFolder) -> Report:
     made = next((o for o in stages.values() if o.target), None)  # preflight and mere arithmetic know no target
     report = Report(
         steps=config.probe.steps,
+        confidence=config.probe.confidence,
         target={"path": made.target_path, **made.target} if made else {"path": config.target.path},
         versions=versions(),
         stages={
@@ -99,7 +102,7 @@ def _add_breakeven(report: Report, found: Breakeven, config: Config) -> None:
         payable = [can_pay(found.arithmetic, config.probe.steps)]
     if payable and not any(payable):
         report.verdict = "not-worth-it"
-        report.reasons = ["Break-even exceeds steps + 1 at every number of draft steps: no drafter can pay here."]
+        report.reasons = ["Break-even is steps + 1 or more at every number of draft steps: no drafter can pay here."]
 
 
 def _add_probe(report: Report, found: Probe) -> None:

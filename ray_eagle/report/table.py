@@ -22,7 +22,11 @@ def _result(report: Report) -> Table:
     table.add_column("served", justify="right")
     table.add_column("predicted from states", justify="right")
     table.add_row("acceptance length", _number(report.acceptance_length), _number(report.predicted_acceptance_length))
-    table.add_row("  95 % interval", _interval(report.acceptance_interval), _interval(report.predicted_interval))
+    table.add_row(
+        f"  {100 * report.confidence:g} % interval",
+        _interval(report.acceptance_interval),
+        _interval(report.predicted_interval),
+    )
     for position in range(len(report.marginal_acceptance)):
         predicted = report.predicted_marginal[position] if report.predicted_marginal else None
         table.add_row(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import secrets
 import shutil
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
@@ -168,8 +169,8 @@ def load_tokenizer(facts: TargetFacts, config: TargetConfig) -> Any:
 
 def head_and_embedding(facts: TargetFacts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The target's lm_head [V, H], embedding [V, H] and final norm weight [H], read alone from its safetensors."""
-    embedding = _tensor(facts.path, "embed_tokens.weight")
-    norm = _tensor(facts.path, "model.norm.weight")
+    embedding = read_target_tensor(facts.path, "embed_tokens.weight")
+    norm = read_target_tensor(facts.path, "model.norm.weight")
     if embedding is None or norm is None:
         raise TargetError(
             explain(
@@ -180,11 +181,12 @@ def head_and_embedding(facts: TargetFacts) -> tuple[torch.Tensor, torch.Tensor, 
                 fix="Use a folder with safetensors.",
             )
         )
-    head = _tensor(facts.path, "lm_head.weight")
+    head = read_target_tensor(facts.path, "lm_head.weight")
     return (embedding if head is None else head), embedding, norm
 
 
-def _tensor(path: Path, suffix: str) -> torch.Tensor | None:
+def read_target_tensor(path: Path, suffix: str) -> torch.Tensor | None:
+    """The tensor whose name ends with `suffix`, read alone from the target's safetensors; None when there is none."""
     from safetensors import safe_open
 
     index = path / "model.safetensors.index.json"
@@ -241,8 +243,7 @@ def _convert_gguf(source: Path, config: TargetConfig) -> Path:
         return final
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    partial = final.with_name(f".{final.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = final.with_name(f".{final.name}.{secrets.token_hex(4)}.partial")
     try:
         model = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)

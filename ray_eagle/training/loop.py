@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ray_eagle.config import Config, TrainConfig
 from ray_eagle.drafter.model import Drafter
-from ray_eagle.drafter.start import start_drafter
+from ray_eagle.drafter.start import channel_rms, start_drafter
 from ray_eagle.errors import WorkerError
 from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.probing.predict import SamplePrediction, predict, predicted_length
@@ -75,12 +75,13 @@ class Trainer:
         self.compute = choose_dtype(self.settings.compute_dtype, self.device)
         d2t, t2d = read_map(job.run.of("vocab"))
         seed = job.config.seed
-        self.drafter = start_drafter(job.config.drafter, job.facts, d2t, t2d, seed).to(self.device)
+        self.data = HiddenStates(job.run.of("extract"), "train")
+        rms_C = channel_rms(self.data)
+        self.drafter = start_drafter(job.config.drafter, job.facts, d2t, t2d, seed, rms_C).to(self.device)
         self.drafter.inverse_frequencies = self.drafter.inverse_frequencies.to(self.device)
         head_VH, embedding_VH, _ = head_and_embedding(job.facts)
         self.draft_head_DH = head_VH[self.drafter.target_ids.cpu()].to(self.device, torch.float32)
         self.embedding_VH = embedding_VH.to(self.device, torch.float32)
-        self.data = HiddenStates(job.run.of("extract"), "train")
         self.validation = HiddenStates(job.run.of("extract"), "validation")
         self.lengths = self.data.lengths()
         per_epoch = [len(self._epoch(e)) for e in range(self.settings.epochs)]

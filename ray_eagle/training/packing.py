@@ -70,10 +70,12 @@ class Pack:
 
 def counting_depth(loss_mask_T: Tensor) -> Tensor:
     """[T] int64: at how many steps each position of one document counts (steps 0 .. depth-1)."""
-    run_after = torch.zeros(len(loss_mask_T) + 1, dtype=torch.int64)
-    for t in range(len(loss_mask_T) - 1, -1, -1):
-        run_after[t] = run_after[t + 1] + 1 if loss_mask_T[t] else 0
-    return (run_after[1:] - 1).clamp(min=0)
+    length = len(loss_mask_T)
+    index_T = torch.arange(length)
+    # the first token at or after each position that is not the assistant's ends the run that starts there
+    ends_T = torch.where(loss_mask_T.bool(), length, index_T).flip(0).cummin(0).values.flip(0)
+    run_after_T = torch.cat([(ends_T - index_T)[1:], torch.zeros(1, dtype=torch.int64)])
+    return (run_after_T - 1).clamp(min=0)
 
 
 def make_pack(samples: list[Sample], steps: int, depths: list[Tensor] | None = None) -> Pack:

@@ -254,9 +254,16 @@ def test_a_changed_setting_is_named_with_the_way_out(bench: Bench) -> None:
 def test_an_unfinished_stage_of_other_settings_is_refused_and_of_the_same_goes_on(bench: Bench) -> None:
     origin = bench.pipeline()[0]._origin("vocab")
     bench.run.write_origin(origin)
+    bench.run.of("vocab").write_bytes("half-made", b"something")
     assert "settings.vocab.size: 20 -> 21" in bench.refusal("vocab", vocab__size=21)
     assert bench.pipeline()[0].stage("vocab") is not None
     assert bench.run.finished("vocab") is not None
+
+
+def test_a_stage_that_made_nothing_yet_may_start_with_other_settings(bench: Bench) -> None:
+    bench.run.write_origin(bench.pipeline()[0]._origin("vocab"))
+    assert bench.pipeline(vocab__size=21)[0].stage("vocab") is not None
+    assert bench.run.of("vocab").read_json("vocab.json")["size"] == 21
 
 
 def test_machine_settings_redo_nothing(bench: Bench) -> None:

@@ -1,0 +1,86 @@
+"""Random samples and datasets, written through the product's own writer."""
+
+from pathlib import Path
+
+import torch
+
+from ray_eagle.hidden_states.dataset import DatasetWriter, write_shard
+from ray_eagle.hidden_states.plan import DatasetPlan, TokenSample, Unit, UnitPlan, plan_units
+from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample, sample_id
+from ray_eagle.run import Folder
+
+
+def random_tokens(generator: torch.Generator, vocab: int, longest: int = 40) -> tuple[list[int], list[int]]:
+    """Ids and a mask with one or more turns, always at least one supervised token that is predicted."""
+    length = int(torch.randint(3, longest, (), generator=generator))
+    mask = [0] * length
+    at = int(torch.randint(1, 3, (), generator=generator))
+    while at < length:
+        turn = int(torch.randint(1, 12, (), generator=generator))
+        mask[at : at + turn] = [1] * len(mask[at : at + turn])
+        at += turn + int(torch.randint(1, 4, (), generator=generator))
+    return torch.randint(0, vocab, (length,), generator=generator).tolist(), mask
+
+
+def random_states(generator: torch.Generator, row: TokenSample, hidden: int, dtype: torch.dtype, vocab: int) -> Sample:
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return Sample(
+        row.sample_id,
+        row.source_id,
+        torch.tensor(row.input_ids, dtype=torch.int32),
+        torch.tensor(row.loss_mask, dtype=torch.uint8),
+        randn(len(row.input_ids), 3 * hidden),
+        randn(row.teaching, hidden),
+        torch.randint(0, vocab, (row.teaching,), generator=generator).int(),
+        randn(row.teaching).float(),
+    )
+
+
+def random_dataset(
+    path: Path, *, samples: int = 20, hidden: int = 8, vocab: int = 50, seed: int = 0, state_dtype: str = "bfloat16"
+) -> tuple[Folder, list[Unit], dict[str, Sample]]:
+    """A committed dataset, its units, and what was written by sample_id."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = {}
+    for i in range(samples):
+        ids, mask = random_tokens(generator, vocab)
+        name = sample_id(ids, mask)
+        rows[name] = TokenSample(
+            name, f"s{i}", ("train", "validation", "held_out")[i % 5 // 2], tuple(ids), tuple(mask)
+        )
+    folder = Folder.at(path)
+    units = plan_units(list(rows.values()), unit_bytes=6000, hidden_size=hidden, state_bytes=2, seed=seed)
+    plan = make_plan(units, hidden=hidden, vocab=vocab, state_dtype=state_dtype)
+    written: dict[str, Sample] = {}
+    with DatasetWriter(folder, plan) as writer:
+        for unit in units:
+            states = [
+                random_states(generator, row, hidden, STATE_DTYPES[state_dtype][0], vocab) for row in unit.samples
+            ]
+            written |= {s.sample_id: s for s in states}
+            writer.commit(write_shard(folder, unit, states, hidden, state_dtype))
+    return folder, units, written
+
+
+def make_plan(
+    units: list[Unit], *, hidden: int, vocab: int, state_dtype: str = "bfloat16", seed: int = 0
+) -> DatasetPlan:
+    return DatasetPlan(
+        aux_layers=(1, 3, 4),
+        hidden_size=hidden,
+        vocab_size=vocab,
+        state_dtype=state_dtype,
+        tokens_per_batch=64,
+        seed=seed,
+        target={"config": "c"},
+        conversations="k",
+        units=[
+            UnitPlan(
+                split=u.split, samples=[s.sample_id for s in u.samples], tokens=sum(len(s.input_ids) for s in u.samples)
+            )
+            for u in units
+        ],
+        rejected=[],
+    )

@@ -1,0 +1,199 @@
+"""Training on Ray Train: resumed equals uninterrupted, workers do not change what is learned, the export is whole."""
+
+import os
+import shutil
+import signal
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ray_eagle.drafter.checkpoint import check_drafter, load_drafter
+from ray_eagle.errors import CheckpointError, InputError
+from ray_eagle.run import LOGS, RunFolder
+from ray_eagle.training.loop import HISTORY, Trainer, TrainJob
+from ray_eagle.training.schedule import epoch_steps, learning_rate
+from tests.ray.pipeline import Watch, pipeline, ray_processes, tiny_config
+from tests.tiny import tiny_drafter, tiny_shape
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory, target_folder: Path, cluster: None) -> Path:
+    """A folder whose run has finished `vocab`."""
+    folder = tmp_path_factory.mktemp("captured")
+    run = pipeline(tiny_config(folder, target_folder))
+    for stage in ("generate", "extract", "vocab"):
+        run.stage(stage)
+    return folder
+
+
+def fresh(captured: Path, to: Path) -> Path:
+    """A copy of that run, before training."""
+    for name in ("conversations", "hidden_states", "vocab"):
+        shutil.copytree(captured / "run" / name, to / "run" / name)
+    shutil.copy(captured / "prompts.jsonl", to / "prompts.jsonl")
+    return to
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "run" / "drafter" / "model.safetensors")
+
+
+def curve(folder: Path) -> list[dict[str, float]]:
+    rows = RunFolder.open(str(folder / "run")).folder(LOGS).read_jsonl(HISTORY)
+    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(captured: Path, tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> Path:
+    folder = fresh(captured, tmp_path_factory.mktemp("whole") / "x")
+    settings = {"deterministic": True, "checkpoint_every": 3}
+    pipeline(tiny_config(folder, target_folder, train=settings)).stage("train")
+    return folder
+
+
+def test_the_export_is_whole_and_the_loss_falls(uninterrupted: Path) -> None:
+    shape = check_drafter(uninterrupted / "run" / "drafter")
+    assert shape.aux_layers == (1, 3, 4) and shape.draft_vocab_size == 100
+    rows = [row for row in curve(uninterrupted) if "loss_0" in row]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    tenth = max(1, len(rows) // 5)
+    first, last = (sum(r["loss_0"] for r in part) / tenth for part in (rows[:tenth], rows[-tenth:]))
+    assert last < first
+    validated = [row for row in curve(uninterrupted) if "predicted_acceptance_length" in row]
+    assert validated[-1]["step"] == rows[-1]["step"] and all(
+        1 <= r["predicted_acceptance_length"] <= 4 for r in validated
+    )
+
+
+def test_a_killed_worker_resumes_to_the_same_weights_and_curve(
+    captured: Path, uninterrupted: Path, tmp_path: Path, target_folder: Path
+) -> None:
+    folder = fresh(captured, tmp_path / "x")
+    killed: list[int] = []
+
+    def kill(task: str, amount: float) -> None:
+        rows = curve(folder)
+        alive = ray_processes("RayTrainWorker")
+        if task == "train" and not killed and rows[-1]["step"] >= 5 and alive:
+            os.kill(alive[0], signal.SIGKILL)
+            killed.append(alive[0])
+
+    settings = {"deterministic": True, "checkpoint_every": 3}
+    pipeline(tiny_config(folder, target_folder, train=settings), Watch(kill)).stage("train")
+    assert len(killed) == 1
+    one, other = weights(folder), weights(uninterrupted)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert curve(folder) == curve(uninterrupted)
+
+
+def test_a_finished_run_is_not_run_again(uninterrupted: Path, target_folder: Path) -> None:
+    config = tiny_config(uninterrupted, target_folder, train={"deterministic": True, "checkpoint_every": 3})
+    before = weights(uninterrupted)
+    watch = Watch()
+    assert pipeline(config, watch).stage("train") is None
+    assert any("train: done already" in said for said in watch.said)
+    run = RunFolder.open(config.run)
+    origin = run.origin("train")
+    assert origin is not None
+    origin.finished = None  # as if the driver had died between training and export
+    run.write_origin(origin)
+    logged = len(curve(uninterrupted))
+    pipeline(config).stage("train")
+    assert len(curve(uninterrupted)) == logged
+    assert all(torch.equal(before[name], now) for name, now in weights(uninterrupted).items())
+
+
+def test_two_workers_learn_what_one_learns(captured: Path, tmp_path: Path, target_folder: Path) -> None:
+    curves = []
+    for workers in (1, 2):
+        folder = fresh(captured, tmp_path / str(workers))
+        settings = {"workers": workers, "packs_per_step": 3, "epochs": 1, "noise": 0.0}
+        pipeline(tiny_config(folder, target_folder, train=settings)).stage("train")
+        curves.append([row for row in curve(folder) if "loss_0" in row])
+    assert len(curves[0]) == len(curves[1]) > 2
+    for one, two in zip(*curves, strict=True):
+        for name in ("loss_0", "loss_1", "loss_2", "grad_norm", "accuracy_0", "lr"):
+            assert one[name] == pytest.approx(two[name], rel=2e-3, abs=1e-6), (name, one["step"])
+
+
+def test_training_goes_on_from_a_drafter_folder(
+    captured: Path, uninterrupted: Path, tmp_path: Path, target_folder: Path
+) -> None:
+    folder = fresh(captured, tmp_path / "x")
+    given = {"drafter": {"path": str(uninterrupted / "run" / "drafter")}}
+    shutil.rmtree(folder / "run" / "vocab")
+    config = tiny_config(folder, target_folder, train={"epochs": 1, "noise": 0.0}, vocab={"size": 64}, **given)
+    run = pipeline(config)
+    run.stage("vocab")
+    run.stage("train")
+    tuned, start = load_drafter(folder / "run" / "drafter"), load_drafter(uninterrupted / "run" / "drafter")
+    assert torch.equal(tuned.d2t, start.d2t), "a fine-tune keeps the map that its head rows belong to"
+    scratch = next(row for row in curve(uninterrupted) if "loss_0" in row)["loss_0"]
+    assert next(row for row in curve(folder) if "loss_0" in row)["loss_0"] < scratch
+    assert not torch.equal(tuned.fc.weight, start.fc.weight)
+
+
+def test_a_drafter_for_another_hidden_size_is_refused_before_workers_start(
+    captured: Path, tmp_path: Path, target_folder: Path
+) -> None:
+    from ray_eagle.drafter.checkpoint import save_drafter
+
+    folder = fresh(captured, tmp_path / "x")
+    save_drafter(tiny_drafter(tiny_shape(hidden=64)), tmp_path / "other")
+    shutil.rmtree(folder / "run" / "vocab")
+    run = pipeline(tiny_config(folder, target_folder, drafter={"path": str(tmp_path / "other")}))
+    with pytest.raises(CheckpointError, match=r"hidden_size.*expected 32 \(the target's\), found 64"):
+        run.stage("vocab")
+        run.stage("train")
+
+
+def test_no_validation_conversation_is_an_error_with_a_way_out(tmp_path: Path, target_folder: Path) -> None:
+    run = pipeline(tiny_config(tmp_path, target_folder, generate={"validation_share": 0.0}))
+    for stage in ("generate", "extract", "vocab"):
+        run.stage(stage)
+    with pytest.raises(InputError, match=r"expected validation conversations, found none.*generate\.validation_share"):
+        run.stage("train")
+
+
+def test_saved_and_loaded_equals_going_on(captured: Path, target_folder: Path, tmp_path: Path) -> None:
+    config = tiny_config(captured, target_folder, train={"deterministic": True, "noise": 0.1})
+    job = TrainJob(config, RunFolder.open(config.run), pipeline(config).facts)
+    whole = Trainer(job)
+    for _ in range(4):
+        whole.train_step()
+    half = Trainer(job)
+    for _ in range(2):
+        half.train_step()
+    half.save(tmp_path / "state.pt")
+    resumed = Trainer(job)
+    resumed.load(tmp_path / "state.pt")
+    for _ in range(2):
+        resumed.train_step()
+    torch.use_deterministic_algorithms(False)
+    for (name, one), other in zip(whole.drafter.named_parameters(), resumed.drafter.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_every_sample_is_trained_on_once_an_epoch_in_another_order() -> None:
+    lengths = [3 + i * 7 % 50 for i in range(83)]
+    epochs = [epoch_steps(lengths, 100, 2, seed=1, epoch=e) for e in range(3)]
+    for steps in epochs:
+        packs = [pack for step in steps for pack in step]
+        assert sorted(i for pack in packs for i in pack) == list(range(83))
+        assert all(sum(lengths[i] for i in pack) <= 100 for pack in packs)
+        assert all(len(step) == 2 for step in steps[:-1])
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert epochs[1] == epoch_steps(lengths, 100, 2, seed=1, epoch=1)
+
+
+def test_the_learning_rate_warms_up_and_follows_a_cosine() -> None:
+    rates = [learning_rate(s, 200, peak=2.0, floor=0.1, warmup_share=0.05) for s in range(200)]
+    assert rates[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
+    assert max(rates) == rates[9] == rates[10] == 2.0
+    assert rates[105] == pytest.approx(2.0 * 0.55, rel=0.02) and rates[-1] == pytest.approx(0.2, rel=0.01)
+    assert all(a >= b for a, b in pairwise(rates[10:]))

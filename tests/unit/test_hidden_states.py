@@ -1,0 +1,249 @@
+"""The dataset: round trips, exactly-once commits, locks, and every damage found by verify."""
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ray_eagle.conversations.conversation import Conversation
+from ray_eagle.errors import DatasetError
+from ray_eagle.hidden_states.dataset import LOCK, DatasetWriter, read_plan, record_name, write_shard
+from ray_eagle.hidden_states.plan import plan_packs, plan_units, tokenise
+from ray_eagle.hidden_states.reader import HiddenStates
+from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample
+from ray_eagle.hidden_states.verify import discard, verify
+from ray_eagle.run import Folder
+from tests.random_data import make_plan, random_dataset, random_states
+
+SPLITS = ("train", "validation", "held_out")
+
+
+def equal(one: Sample, other: Sample) -> bool:
+    return all(
+        torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(vars(one).values(), vars(other).values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("state_dtype", list(STATE_DTYPES))
+def test_what_is_read_is_what_was_written_bit_for_bit(tmp_path: Path, state_dtype: str) -> None:
+    folder, units, written = random_dataset(tmp_path, samples=40, state_dtype=state_dtype, seed=1)
+    assert len(units) > 6
+    read = [sample for split in SPLITS for sample in HiddenStates(folder, split)]
+    assert {s.sample_id for s in read} == written.keys()
+    assert all(equal(sample, written[sample.sample_id]) for sample in read)
+    assert verify(folder) == []
+
+
+def test_random_access_gives_the_planned_sample_of_the_split(tmp_path: Path) -> None:
+    folder, units, written = random_dataset(tmp_path, samples=30)
+    for split in SPLITS:
+        planned = [row.sample_id for unit in units if unit.split == split for row in unit.samples]
+        states = HiddenStates(folder, split)
+        assert len(states) == len(planned)
+        assert states.lengths() == [len(written[name].input_ids) for name in planned]
+        for index in random.Random(0).choices(range(len(planned)), k=20):
+            assert equal(states[index], written[planned[index]])
+
+
+def test_tensors_are_views_of_the_memory_mapped_file(tmp_path: Path) -> None:
+    folder, _, _ = random_dataset(tmp_path)
+    states = HiddenStates(folder, "train")
+    first, again = states[0], states[0]
+    assert first.aux.data_ptr() == again.aux.data_ptr()
+    maps = Path("/proc/self/maps").read_text()
+    regions = [line.split()[0].split("-") for line in maps.splitlines() if line.endswith(".arrow")]
+    assert any(int(a, 16) <= first.aux.data_ptr() < int(b, 16) for a, b in regions)
+
+
+def test_last_states_stand_exactly_where_the_next_token_is_supervised(tmp_path: Path) -> None:
+    folder, _, _ = random_dataset(tmp_path, samples=30)
+    for sample in HiddenStates(folder, "train"):
+        slow = sum(1 for s in range(len(sample.input_ids) - 1) if sample.loss_mask[s + 1])
+        assert len(sample.last) == len(sample.top1) == len(sample.lse) == slow
+
+
+def conversations(count: int) -> list[Conversation]:
+    rng = random.Random(3)
+    made = []
+    for i in range(count):
+        length = rng.randint(4, 60)
+        start = rng.randint(1, length - 2)
+        ids = [rng.randint(0, 40) for _ in range(length)]
+        made.append(Conversation(f"s{i}", "chat", rng.choice(SPLITS), [], ids, [[start, length]], ["stop"]))
+    return made
+
+
+def test_every_conversation_is_a_sample_or_rejected_with_a_reason() -> None:
+    rows = conversations(60)
+    rows[3] = Conversation("s3", "chat", "train", [], [1, 2, 3], [], [])
+    rows[4] = Conversation("s4", "chat", "train", [], rows[5].input_ids, rows[5].supervised, ["stop"])
+    samples, rejected, cut = tokenise(rows, max_length=30)
+    kept = {s.source_id for s in samples}
+    assert kept | {r["source_id"] for r in rejected} == {c.source_id for c in rows}
+    assert not kept & {r["source_id"] for r in rejected}
+    reasons = {r["source_id"]: r["reason"] for r in rejected}
+    assert "no supervised token" in reasons["s3"] and "same tokens as s4" in reasons["s5"]
+    assert cut == sum(len(c.input_ids) > 30 for c in rows if c.source_id in kept)
+    assert all(len(s.input_ids) <= 30 and len(s.input_ids) == len(s.loss_mask) for s in samples)
+
+
+def test_units_hold_every_sample_once_in_a_reproducible_mixture() -> None:
+    samples, _, _ = tokenise(conversations(80), max_length=60)
+    units = plan_units(samples, unit_bytes=5000, hidden_size=8, state_bytes=2, seed=4)
+    shuffled = random.Random(1).sample(samples, len(samples))
+    assert plan_units(shuffled, unit_bytes=5000, hidden_size=8, state_bytes=2, seed=4) == units
+    assert plan_units(samples, unit_bytes=5000, hidden_size=8, state_bytes=2, seed=5) != units
+    assert sorted(s.sample_id for u in units for s in u.samples) == sorted(s.sample_id for s in samples)
+    assert [u.index for u in units] == list(range(len(units)))
+    for unit in units:
+        lengths = [len(s.input_ids) for s in unit.samples]
+        assert lengths == sorted(lengths)
+        assert {s.split for s in unit.samples} == {unit.split}
+
+
+def test_packs_hold_every_sample_once_within_the_budget() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        lengths = [rng.randint(1, 50) for _ in range(rng.randint(0, 30))]
+        packs = plan_packs(lengths, 60)
+        assert [i for pack in packs for i in pack] == list(range(len(lengths)))
+        assert all(len(pack) == 1 or sum(lengths[i] for i in pack) <= 60 for pack in packs)
+    assert plan_packs([10, 500, 10], 60) == [[0], [1], [2]]
+
+
+def test_a_second_driver_is_refused_naming_the_first(tmp_path: Path) -> None:
+    folder, units, _ = random_dataset(tmp_path)
+    plan = read_plan(folder)
+    with (
+        DatasetWriter(folder, plan),
+        pytest.raises(DatasetError, match=rf"process {os.getpid()} on {socket.gethostname()}"),
+        DatasetWriter(folder, plan),
+    ):
+        pass
+    assert not folder.exists(LOCK)
+    with DatasetWriter(folder, plan) as writer:
+        assert len(writer.records) == len(units)
+
+
+def test_the_lock_of_a_dead_driver_is_taken_over(tmp_path: Path) -> None:
+    folder, _, _ = random_dataset(tmp_path)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    folder.write_json(LOCK, {"host": socket.gethostname(), "pid": gone.pid, "started": "1"})
+    with DatasetWriter(folder, read_plan(folder)) as writer:
+        assert writer.records
+    folder.write_json(LOCK, {"host": "elsewhere", "pid": gone.pid, "started": "1"})
+    with pytest.raises(DatasetError, match=r"elsewhere.*delete .*lock\.json"), DatasetWriter(folder, read_plan(folder)):
+        pass
+
+
+def test_attempts_without_a_record_are_swept_and_committed_ones_kept(tmp_path: Path) -> None:
+    folder, units, written = random_dataset(tmp_path)
+    generator = torch.Generator().manual_seed(9)
+    abandoned = write_shard(
+        folder, units[0], [random_states(generator, r, 8, torch.bfloat16, 50) for r in units[0].samples], 8, "bfloat16"
+    )
+    folder.write_bytes("unit-00001.cut.arrow", b"half a file")
+    with DatasetWriter(folder, read_plan(folder)) as writer:
+        assert not folder.exists(abandoned.file) and not folder.exists("unit-00001.cut.arrow")
+        with pytest.raises(DatasetError, match="committed twice"):
+            writer.commit(abandoned)
+    assert verify(folder) == []
+    assert all(equal(s, written[s.sample_id]) for s in HiddenStates(folder, "train"))
+
+
+def test_a_folder_with_another_plan_is_refused(tmp_path: Path) -> None:
+    folder, units, _ = random_dataset(tmp_path)
+    with (
+        pytest.raises(DatasetError, match=r"another plan.*extract --redo"),
+        DatasetWriter(folder, make_plan(units[:2], hidden=8, vocab=50)),
+    ):
+        pass
+    assert not folder.exists(LOCK)
+
+
+def test_a_missing_unit_is_named(tmp_path: Path) -> None:
+    folder, units, _ = random_dataset(tmp_path)
+    index = next(u.index for u in units if u.split == "validation")
+    folder.delete_file(record_name(index))
+    with pytest.raises(DatasetError, match=f"unit {index} was never committed"):
+        HiddenStates(folder, "validation")
+    assert len(HiddenStates(folder, "train"))
+    [fault] = verify(folder)
+    assert fault.unit == index
+    assert fault.message == f"{folder.file(record_name(index))}: missing, unit {index} was never committed"
+
+
+def test_the_same_samples_give_the_same_bytes(tmp_path: Path) -> None:
+    one, units, _ = random_dataset(tmp_path / "one", seed=7)
+    other, _, _ = random_dataset(tmp_path / "other", seed=7)
+    for index in range(len(units)):
+        a, b = (folder.read_json(record_name(index)) for folder in (one, other))
+        assert a["checksum"] == b["checksum"] and a["file"] != b["file"]
+        assert one.read_bytes(a["file"]) == other.read_bytes(b["file"])
+
+
+def test_every_random_bit_flip_and_truncation_is_found_and_named(tmp_path: Path) -> None:
+    folder, _, _ = random_dataset(tmp_path, samples=12)
+    rng = random.Random(11)
+    files = [n for n in folder.names() if n.startswith("unit-")]
+    for trial in range(120):
+        name = rng.choice(files)
+        path = Path(folder.file(name))
+        original = path.read_bytes()
+        damaged = bytearray(original)
+        if trial % 4:
+            damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        else:
+            damaged = damaged[: rng.randrange(len(damaged))]
+        path.write_bytes(damaged)
+        try:
+            same_meaning = name.endswith(".json") and json.loads(damaged) == json.loads(original)
+        except ValueError:
+            same_meaning = False
+        faults = verify(folder)
+        assert faults or same_meaning, (name, trial)
+        assert all(str(folder.path) in fault.message for fault in faults)
+        path.write_bytes(original)
+    assert verify(folder) == []
+
+
+def test_a_flip_inside_a_sample_names_the_sample(tmp_path: Path) -> None:
+    folder, units, written = random_dataset(tmp_path)
+    record = folder.read_json(record_name(0))
+    victim = written[units[0].samples[-1].sample_id]
+    path = Path(folder.file(record["file"]))
+    data = bytearray(path.read_bytes())
+    at = data.find(victim.aux.view(torch.uint16).numpy().tobytes())
+    assert at > 0
+    data[at + 5] ^= 4
+    path.write_bytes(data)
+    faults = verify(folder)
+    assert any(victim.sample_id in fault.message and "checksum" in fault.message for fault in faults)
+    assert all(record["file"] in fault.message for fault in faults)
+
+
+def test_not_a_dataset_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"expected a dataset with dataset\.json"):
+        HiddenStates(Folder.at(tmp_path), "train")
+
+
+def test_a_damaged_unit_is_discarded_and_can_be_committed_again(tmp_path: Path) -> None:
+    folder, units, written = random_dataset(tmp_path)
+    record = folder.read_json(record_name(1))
+    path = Path(folder.file(record["file"]))
+    path.write_bytes(path.read_bytes()[:-9])
+    discard(folder, {fault.unit for fault in verify(folder)})
+    with DatasetWriter(folder, read_plan(folder)) as writer:
+        assert set(range(len(units))) - writer.records.keys() == {1}
+        again = [written[row.sample_id] for row in units[1].samples]
+        writer.commit(write_shard(folder, units[1], again, 8, "bfloat16"))
+    assert verify(folder) == []
+    assert folder.read_json(record_name(1))["checksum"] == record["checksum"]
