@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ray_eagle.errors import ConfigError
 
@@ -132,6 +132,12 @@ class DrafterConfig(Section):
     """Key and value heads. Default: the target's."""
     head_dim: Positive | None = None
     """Width of one head. Default: the target's."""
+
+    @field_validator("path")
+    @classmethod
+    def _home(cls, path: str | None) -> str | None:
+        """Here, once, for the many that open it."""
+        return str(Path(path).expanduser()) if path and path.startswith("~") else path
 
 
 class TrainConfig(Section):

@@ -179,6 +179,12 @@ def test_values_in_a_file_are_what_their_writer_meant(tmp_path: Path, text: str,
     assert (found, type(found)) == (value, type(value))
 
 
+def test_a_given_drafter_below_home_is_found_by_whoever_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/x")
+    for given, path in (("~/d", "/home/x/d"), ("/d/~e", "/d/~e"), ("s3://b/d", "s3://b/d"), ("d", "d")):
+        assert load_config(flags=["--drafter.path", given]).config.drafter.path == path
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 

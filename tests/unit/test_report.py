@@ -248,6 +248,8 @@ def test_a_given_drafter_that_was_probed_and_not_trained_is_the_one_reported(ben
     assert report.acceptance_length == probe.served.acceptance.acceptance_length
     assert report.predicted_acceptance_length is None
     assert cells(table(report), "at least 1 draft")[2] == "-"
+    bench.finish("train", "training.json", {"best": {}, "history": HISTORY})
+    assert build_report(bench.config, bench.run).drafter == "/models/given"  # the trained one was not probed yet
     bench.whole(probe_result(6))
     assert build_report(bench.config, bench.run).drafter == bench.run.of("train").path
 
