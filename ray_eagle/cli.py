@@ -16,8 +16,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ray_eagle.config import Config, LoadedConfig, Section, load_config
+from ray_eagle.config import Config, Section
 from ray_eagle.errors import ConfigError, EagleError
+from ray_eagle.settings import LoadedConfig, load_config
 
 HELP = {
     "preflight": "Is everything there, compatible and free? What will it cost?",

@@ -16,6 +16,7 @@ import pyarrow.fs as pafs
 from pydantic import BaseModel, ValidationError
 
 from ray_eagle.errors import ConfigError, InputError, OriginError
+from ray_eagle.settings import flatten
 
 FOLDERS = {
     "preflight": "preflight",
@@ -232,6 +233,4 @@ def differences(old: Origin, new: Origin) -> list[str]:
 
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
-    from ray_eagle.config import flatten
-
     return {key: list(v) if isinstance(v, tuple) else v for key, v in flatten(tree).items()}

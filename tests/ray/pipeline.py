@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ray_eagle.config import Config, load_config
+from ray_eagle.config import Config
 from ray_eagle.progress import Silent
 from ray_eagle.run import RunFolder
+from ray_eagle.settings import load_config
 from ray_eagle.stages import Pipeline
 
 TOPICS = ("a red boat", "why rain falls", "two prime numbers", "the old clock", "bread and salt", "a map of the moon")

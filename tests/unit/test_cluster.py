@@ -16,9 +16,10 @@ import ray
 
 from ray_eagle import cluster as cl
 from ray_eagle import submission
-from ray_eagle.config import Config, RayConfig, load_config
+from ray_eagle.config import Config, RayConfig
 from ray_eagle.errors import ConfigError, WorkerError
 from ray_eagle.run import Folder
+from ray_eagle.settings import load_config
 
 ROOT = Path(__file__).parents[2]
 CONNECT = "import ray_eagle.cluster as c; from ray_eagle.config import RayConfig; c.connect(RayConfig(address={!r}))"

@@ -12,8 +12,9 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from ray_eagle.config import PRESETS, Config, LoadedConfig, Section, flatten, load_config, parse_flags
+from ray_eagle.config import PRESETS, Config, Section
 from ray_eagle.errors import ConfigError
+from ray_eagle.settings import LoadedConfig, flatten, load_config, parse_flags
 
 FOUNDING = "kimi-k2.5"
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ray_eagle.config import PRESETS, Config, load_config
+from ray_eagle.config import PRESETS, Config
 from ray_eagle.drafter.checkpoint import save_drafter
 from ray_eagle.preflight import machine
 from ray_eagle.preflight.artifacts import Weights
@@ -20,6 +20,7 @@ from ray_eagle.preflight.checks import count_prompts, run_checks
 from ray_eagle.preflight.estimate import estimate_run, human_bytes
 from ray_eagle.preflight.report import Finding, PreflightReport
 from ray_eagle.run import Origin, RunFolder
+from ray_eagle.settings import load_config
 from ray_eagle.target.layers import SGLANG_BEFORE, SGLANG_SINCE, layer_readings
 from tests.tiny import VOCAB, tiny_drafter, tiny_shape
 
