@@ -52,6 +52,7 @@ class ActorPool:
                     result = ray.get(ready[0])
                 except RayActorError as error:
                     constructor_deaths += self._count_death(error, unit, deaths, constructor_deaths)
+                    ray.kill(actor)  # one that is only out of reach must not keep its GPU
                     lost = [unit, *self._drop_calls(calls, actor)]
                     waiting.extendleft(reversed(lost))
                     actors = [self._new() if other is actor else other for other in actors]

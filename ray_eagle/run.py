@@ -45,6 +45,8 @@ class Origin(BaseModel):
     target_path: str = ""
     """Where the target was; not part of the key, since a folder may move."""
     versions: dict[str, str] = {}
+    content: str = ""
+    """Hash of what the stage made, once it is finished: a redo that gives something else is a new input downstream."""
     finished: str | None = None
     """UTC time; None while the stage is not done."""
     seconds: float = 0.0
@@ -212,12 +214,12 @@ class RunFolder(Folder):
         self.of(origin.stage).write_json("origin.json", origin.model_dump())
 
     def input_key(self, stage: str) -> str:
-        """Key of a finished upstream stage; raises OriginError when it is not done."""
+        """Key and content of a finished upstream stage, as one hash; raises OriginError when it is not done."""
         origin = self.finished(stage)
         if origin is None:
             state = "is not finished" if self.origin(stage) else "was not made"
             raise OriginError(f"{self.of(stage).path} {state} yet. Run `ray-eagle {stage}` first (or `ray-eagle run`).")
-        return origin.key
+        return content_hash([origin.key, origin.content])
 
 
 def differences(old: Origin, new: Origin) -> list[str]:

@@ -95,6 +95,27 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def absolute_paths(config: Config) -> Config:
+    """The same settings with absolute paths: jobs and workers run in directories of their own.
+
+    URIs, `wheel:NAME` and `builtin` stay, and so does a cache below `~` (the home of the job's user may be another).
+    """
+
+    def update(section: Any, **values: Any) -> Any:
+        return section.model_copy(update=values)
+
+    return update(
+        config,
+        run=_absolute(config.run),
+        target=update(
+            config.target, path=_absolute(config.target.path), cache=_absolute(config.target.cache, home=True)
+        ),
+        drafter=update(config.drafter, path=_absolute(config.drafter.path)),
+        generate=update(config.generate, prompts=_absolute(config.generate.prompts)),
+        probe=update(config.probe, prompts=_absolute(config.probe.prompts)),
+    )
+
+
 def _scalar(name: str, text: str) -> Any:
     try:
         return yaml.safe_load(text) if text else text
@@ -178,3 +199,10 @@ def _explain(error: Any, origins: dict[str, str]) -> str:
     inside = [origin for name, origin in origins.items() if name.startswith(f"{key}.")]  # a rule of a whole group
     where = origins.get(key) or (inside or ["settings"])[-1]
     return f"{where}: {key or 'settings'}: {error['msg']}, found {error.get('input')!r}."
+
+
+def _absolute(path: str | None, *, home: bool = False) -> str | None:
+    """`home`: a path below ~ is the job's own, and stays."""
+    if not path or path == "builtin" or path.startswith("wheel:") or "://" in path or (home and path.startswith("~")):
+        return path
+    return str(Path(path).expanduser().absolute())

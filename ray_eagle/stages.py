@@ -1,5 +1,6 @@
 """The pipeline: which stage reads what, when one is done, and what `run` decides on the way."""
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ from ray_eagle.conversations.generate import generate
 from ray_eagle.conversations.prompts import prompts_hash
 from ray_eagle.drafter.checkpoint import read_shape
 from ray_eagle.errors import InputError, OriginError
+from ray_eagle.hidden_states.dataset import read_plan, read_records, refuse_if_locked
 from ray_eagle.hidden_states.extract import extract
 from ray_eagle.preflight.checks import run_checks
 from ray_eagle.probing.stage import Breakeven, Probe, breakeven, probe
 from ray_eagle.progress import Progress
 from ray_eagle.report.model import Report, build_report, to_json
 from ray_eagle.run import CHECKPOINTS, LOGS, Origin, RunFolder, content_hash, differences
+from ray_eagle.settings import absolute_paths
 from ray_eagle.stage import Outcome
 from ray_eagle.target.loading import TargetFacts, fingerprint, read_facts
 from ray_eagle.training.train import train
@@ -32,6 +35,11 @@ MACHINE_ONLY = frozenset(
     | {"host", "port", "token", "start_s", "url"}
 )
 """Settings that decide where and how fast, not what: changing them redoes nothing."""
+
+SPEED = frozenset({("serve", "cpus"), ("serve", "gpus")})
+"""... but where a server runs decides what a probe measures."""
+HASHED = frozenset({("generate", "prompts"), ("probe", "prompts"), ("drafter", "path")})
+"""Files: their content is an input, not their place."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class Kind:
 
 
 KINDS = {
-    "breakeven": Kind(("breakeven", "drafter", "vocab", "serve"), prompts=True, on_cluster=True),
+    "breakeven": Kind(("breakeven", "drafter", "vocab", "serve"), prompts=True, given=True, on_cluster=True),
     "probe-given": Kind(("probe", "serve"), prompts=True, given=True, on_cluster=True),
     "generate": Kind(("generate",), prompts=True, on_cluster=True),
     "extract": Kind(("extract",), ("generate",), on_cluster=True),
@@ -64,7 +72,7 @@ class Pipeline:
     """One run: its settings, its folder, and the target's facts."""
 
     def __init__(self, config: Config, run: RunFolder, progress: Progress) -> None:
-        self.config, self.run, self.progress = config, run, progress
+        self.config, self.run, self.progress = absolute_paths(config), run, progress
         self._facts: TargetFacts | None = None
 
     @property
@@ -101,6 +109,7 @@ class Pipeline:
         wanted.bytes = self.run.of(name).size()
         wanted.samples, wanted.tokens = outcome.samples, outcome.tokens
         wanted.finished = datetime.now(UTC).isoformat(timespec="seconds")
+        wanted.content = self._content(name)
         wanted.versions = versions()
         self.run.write_origin(wanted)
         self.progress.say(f"{name}: done in {wanted.seconds:.0f} s")
@@ -175,7 +184,7 @@ class Pipeline:
             section: {
                 key: value
                 for key, value in getattr(self.config, section).model_dump(mode="json").items()
-                if key not in MACHINE_ONLY and key not in ("path", "prompts")
+                if (section, key) in SPEED or (key not in MACHINE_ONLY and (section, key) not in HASHED)
             }
             for section in kind.sections
         }
@@ -220,7 +229,20 @@ class Pipeline:
             )
         return f"{folder} was made from other settings or inputs: {'; '.join(differences(found, wanted))}. {way_out}"
 
+    def _content(self, name: str) -> str:
+        """Hash of the artifact as its readers see it; empty for a stage that none reads."""
+        folder = self.run.of(name)
+        if name == "generate":
+            parts = [part for part in folder.names() if part.startswith("part-")]
+            return content_hash([hashlib.blake2b(folder.read_bytes(part)).hexdigest() for part in parts])
+        if name == "extract":
+            return content_hash([record.checksum for record in read_records(folder, read_plan(folder)).values()])
+        files = {"vocab": ["vocab.safetensors"], "train": ["config.json", "model.safetensors"]}.get(name, [])
+        return content_hash([hashlib.blake2b(folder.read_bytes(file)).hexdigest() for file in files]) if files else ""
+
     def _discard(self, name: str) -> None:
+        if name == "extract":
+            refuse_if_locked(self.run.of(name))
         self.run.of(name).delete()
         if name == "train":
             self.run.folder(CHECKPOINTS).delete()

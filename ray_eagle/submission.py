@@ -24,11 +24,11 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from ray_eagle.config import Config
 from ray_eagle.errors import ConfigError, WorkerError, explain
+from ray_eagle.settings import absolute_paths
 
 PACKAGE = Path(__file__).parent
 STAGES = ("preflight", "breakeven", "generate", "extract", "vocab", "train", "probe", "report", "run")
 EXCLUDES = ["__pycache__", "*.pyc"]  # they would change the package's hash from call to call
-PLAIN = ("builtin",)
 ENDING_S = 30.0
 
 SCRIPT = '''"""{title} as a Ray job.
@@ -68,29 +68,8 @@ def write_job(folder: Path, stage: str, config: Config) -> None:
     (folder / "jobs").mkdir(parents=True)
     (folder / "jobs" / f"{stage}.py").write_text(job_script(stage))
     settings = absolute_paths(config).model_dump(mode="json")
+    settings["ray"]["address"] = None  # a job joins the cluster that runs it
     (folder / "run.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
-
-
-def absolute_paths(config: Config) -> Config:
-    """The same settings for a job, which runs in a directory of its own: paths absolute, no other cluster's address.
-
-    URIs, `wheel:NAME` and `builtin` stay, and so does a cache below `~` (the home of the job's user may be another).
-    """
-
-    def update(section: Any, **values: Any) -> Any:
-        return section.model_copy(update=values)
-
-    return update(
-        config,
-        run=_absolute(config.run),
-        target=update(
-            config.target, path=_absolute(config.target.path), cache=_absolute(config.target.cache, home=True)
-        ),
-        drafter=update(config.drafter, path=_absolute(config.drafter.path)),
-        generate=update(config.generate, prompts=_absolute(config.generate.prompts)),
-        probe=update(config.probe, prompts=_absolute(config.probe.prompts)),
-        ray=update(config.ray, address=None),
-    )
 
 
 def run_job(
@@ -179,10 +158,3 @@ def _client(address: str) -> JobSubmissionClient:
         raise ConfigError(
             explain("no cluster", where=f"--address {address}", expected=expected, found=found, fix=fix)
         ) from error
-
-
-def _absolute(path: str | None, *, home: bool = False) -> str | None:
-    """`home`: a path below ~ is the job's own, and stays."""
-    if not path or path in PLAIN or path.startswith("wheel:") or "://" in path or (home and path.startswith("~")):
-        return path
-    return str(Path(path).expanduser().absolute())

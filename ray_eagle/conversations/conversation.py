@@ -20,6 +20,8 @@ class Conversation:
     """[start, end) spans of `input_ids` that the assistant wrote, end-of-turn token included."""
     finish_reasons: list[str]
     """Of each answer: `stop` or `length`."""
+    note: str = ""
+    """Why a conversation ended before its last prompt turn; empty for a whole one."""
 
     @property
     def loss_mask(self) -> list[int]:

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from ray_eagle.cluster import ensure_resources
 from ray_eagle.config import Config, GenerateConfig, TargetConfig
 from ray_eagle.conversations.conversation import Conversation, part_name, read_conversations
 from ray_eagle.conversations.prompts import Prompt, load_prompts
 from ray_eagle.conversations.template import render_next_turn, render_prompt
+from ray_eagle.errors import InputError
 from ray_eagle.pool import ActorPool
 from ray_eagle.progress import Progress, Rate
 from ray_eagle.run import RunFolder
@@ -44,6 +46,9 @@ class Generator:
         self.tokenizer = load_tokenizer(facts, target)
         self.model = load_model(facts, target, torch.device("cuda" if settings.gpus else "cpu"))
         self.eos = eos_ids(self.model, self.tokenizer)
+        # a repetition penalty of the model's own would make another text than the teacher's and the server's
+        self.model.generation_config = GenerationConfig()
+        self.context = facts.max_position_embeddings
 
     def work(self, batch: Batch) -> list[dict[str, Any]]:
         """One row a conversation, in the order of the batch; multi-turn prompts are answered turn by turn."""
@@ -51,14 +56,9 @@ class Generator:
         for turn in range(max(len(prompt.turns) for prompt in batch.prompts)):
             active = [chat for chat in chats if turn < len(chat.prompt.turns)]
             if turn:
-                for chat in active:
-                    chat.ids += render_next_turn(
-                        self.tokenizer,
-                        chat.messages,
-                        chat.prompt.turns[turn],
-                        ended=chat.finish_reasons[-1] == "stop",
-                        eos_token=self.tokenizer.eos_token,
-                    )
+                active = [chat for chat in active if self._continue(chat, turn)]
+                if not active:
+                    continue
             answers = generate_batch(
                 self.model,
                 [chat.ids for chat in active],
@@ -81,6 +81,22 @@ class Generator:
                 ]
         return [chat.conversation().to_row() for chat in chats]
 
+    def _continue(self, chat: "_Chat", turn: int) -> bool:
+        """Append the next user message; or end the conversation before it, with the reason, keeping what there is."""
+        if chat.note:
+            return False
+        try:
+            ended = self.tokenizer.decode(chat.ids[-1:]) if chat.finish_reasons[-1] == "stop" else ""
+            ids = render_next_turn(self.tokenizer, chat.messages, chat.prompt.turns[turn], end_of_turn=ended)
+        except InputError as error:
+            chat.note = f"ended before turn {turn + 1}: {error}"
+            return False
+        if len(chat.ids) + len(ids) + self.settings.max_new_tokens > self.context:
+            chat.note = f"ended before turn {turn + 1}: it would pass the target's context of {self.context} tokens"
+            return False
+        chat.ids += ids
+        return True
+
 
 class _Chat:
     """A conversation while it is written."""
@@ -91,10 +107,13 @@ class _Chat:
         self.supervised: list[list[int]] = []
         self.messages: list[dict[str, str]] = []
         self.finish_reasons: list[str] = []
+        self.note = ""
 
     def conversation(self) -> Conversation:
         p = self.prompt
-        return Conversation(p.id, p.category, p.split, self.messages, self.ids, self.supervised, self.finish_reasons)
+        return Conversation(
+            p.id, p.category, p.split, self.messages, self.ids, self.supervised, self.finish_reasons, self.note
+        )
 
 
 def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress) -> Outcome:
@@ -103,8 +122,15 @@ def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progr
 
     settings = config.generate
     folder = run.of("generate")
-    batches, rejected = plan_batches(load_prompts(settings), load_tokenizer(facts, config.target), settings)
+    batches, rejected = plan_batches(
+        load_prompts(settings), load_tokenizer(facts, config.target), settings, facts.max_position_embeddings
+    )
     folder.write_jsonl("rejected.jsonl", rejected)
+    for split, why in (("train", "nothing to learn from"), ("validation", "nothing to choose a checkpoint by")):
+        if not any(prompt.split == split for batch in batches for prompt in batch.prompts):
+            progress.say(
+                f"generate: warning: no {split} prompt, so training has {why}. Add prompts or change the shares."
+            )
     done = set(folder.names())
     waiting = [batch for batch in batches if part_name(batch.index) not in done]
     total = sum(len(batch.prompts) for batch in batches)
@@ -136,20 +162,17 @@ def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progr
 
 
 def plan_batches(
-    prompts: list[Prompt], tokenizer: Any, settings: GenerateConfig
+    prompts: list[Prompt], tokenizer: Any, settings: GenerateConfig, context: int
 ) -> tuple[list[Batch], list[dict[str, Any]]]:
     """Batches of prompts of like length, and the rejected with their reason. Every prompt is in exactly one of them."""
     lengths = {prompt.id: len(render_prompt(tokenizer, prompt.turns[0])) for prompt in prompts}
-    kept = sorted(
-        (p for p in prompts if lengths[p.id] <= settings.max_prompt_tokens), key=lambda p: (lengths[p.id], p.id)
-    )
+    longest = min(settings.max_prompt_tokens, context - settings.max_new_tokens)
+    kept = sorted((p for p in prompts if lengths[p.id] <= longest), key=lambda p: (lengths[p.id], p.id))
+    reason = f"generate.max_prompt_tokens is {settings.max_prompt_tokens}, the target's context {context}"
     rejected = [
-        {
-            "source_id": p.id,
-            "reason": f"prompt of {lengths[p.id]} tokens, generate.max_prompt_tokens is {settings.max_prompt_tokens}",
-        }
+        {"source_id": p.id, "reason": f"prompt of {lengths[p.id]} tokens; {reason}"}
         for p in prompts
-        if lengths[p.id] > settings.max_prompt_tokens
+        if lengths[p.id] > longest
     ]
     size = settings.batch_size
     return [Batch(i // size, tuple(kept[i : i + size])) for i in range(0, len(kept), size)], rejected
@@ -165,6 +188,7 @@ def summarise(conversations: list[Conversation], rejected: list[Any]) -> dict[st
     return {
         "conversations": len(conversations),
         "rejected": len(rejected),
+        "cut_short": {c.source_id: c.note for c in conversations if c.note},
         "tokens": sum(len(c.input_ids) for c in conversations),
         "supervised_tokens": sum(c.supervised_tokens for c in conversations),
         "finish_reasons": dict(finish),

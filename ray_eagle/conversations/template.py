@@ -11,13 +11,12 @@ def render_prompt(tokenizer: Any, user: str) -> list[int]:
     return _encode(tokenizer, text)
 
 
-def render_next_turn(
-    tokenizer: Any, messages: list[dict[str, str]], user: str, *, ended: bool, eos_token: str
-) -> list[int]:
+def render_next_turn(tokenizer: Any, messages: list[dict[str, str]], user: str, *, end_of_turn: str) -> list[int]:
     """Ids that follow the last answer's exact ids: its end of turn if it was cut, the user's message, the generation prompt.
 
-    `messages` ends with that answer; `ended` tells whether its ids already hold the end-of-turn token. Raises InputError
-    when the template renders an earlier turn otherwise once a later one follows (it is not prefix-stable).
+    `messages` ends with that answer; `end_of_turn` is the text of the end-of-turn token that its ids already hold, empty if
+    it was cut. Raises InputError when the template renders an earlier turn otherwise once a later one follows (it is not
+    prefix-stable).
     """
     before = _render(tokenizer, messages[:-1], generate=True)
     answered = _render(tokenizer, messages, generate=False)
@@ -29,13 +28,11 @@ def render_next_turn(
             "wrote cannot be kept. Use single-turn prompts, or a template that only appends."
         )
     tail = longer[len(written) :]
-    if ended:
-        if not tail.startswith(eos_token):
-            raise InputError(
-                f"chat template: expected {eos_token!r} after an answer, found {tail[:20]!r}. Check the template."
-            )
-        tail = tail[len(eos_token) :]
-    return _encode(tokenizer, tail)
+    if not tail.startswith(end_of_turn):
+        raise InputError(
+            f"chat template: expected {end_of_turn!r} after an answer, found {tail[:20]!r}. Check the template."
+        )
+    return _encode(tokenizer, tail[len(end_of_turn) :])
 
 
 def _render(tokenizer: Any, messages: list[dict[str, str]], *, generate: bool) -> str:

@@ -127,6 +127,18 @@ def write_shard(
     )
 
 
+def refuse_if_locked(folder: Folder) -> None:
+    """Raises DatasetError when a driver that may be alive holds the lock; a dead one on this host does not count."""
+    if not folder.exists(LOCK):
+        return
+    holder = folder.read_json(LOCK)
+    if holder["host"] != socket.gethostname() or _process_start(holder["pid"]) == holder["started"]:
+        raise DatasetError(
+            f"{folder.path} is being written by process {holder['pid']} on {holder['host']}. Wait for it or stop it; if it is "
+            f"gone, delete {folder.file(LOCK)}."
+        )
+
+
 class DatasetWriter:
     """The one driver of a dataset folder; a context manager that holds the lock.
 
@@ -174,13 +186,7 @@ class DatasetWriter:
         for _ in range(2):
             if _create(self.folder, LOCK, json.dumps(mine).encode()):
                 return
-            holder = self.folder.read_json(LOCK)
-            alive = holder["host"] != mine["host"] or _process_start(holder["pid"]) == holder["started"]
-            if alive:
-                raise DatasetError(
-                    f"{self.folder.path} is being written by process {holder['pid']} on {holder['host']}. Wait for it or stop "
-                    f"it; if it is gone, delete {self.folder.file(LOCK)}."
-                )
+            refuse_if_locked(self.folder)
             self.folder.delete_file(LOCK)
         raise DatasetError(f"{self.folder.file(LOCK)}: another driver took the lock. Wait for it.")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from ray_eagle.errors import DatasetError, InputError
-from ray_eagle.hidden_states.dataset import UnitRecord, parse_record, read_plan, record_name
+from ray_eagle.hidden_states.dataset import UnitRecord, parse_record, read_plan, record_name, refuse_if_locked
 from ray_eagle.hidden_states.plan import DatasetPlan
 from ray_eagle.hidden_states.reader import open_shard
 from ray_eagle.hidden_states.schema import Sample, decode, sample_id, schema
@@ -36,6 +36,7 @@ def verify(folder: Folder, progress: Callable[[int, int], None] | None = None) -
 
 def discard(folder: Folder, units: set[int]) -> None:
     """Delete the records of these units and call the stage unfinished, so that the next `extract` makes them again."""
+    refuse_if_locked(folder)
     for unit in units:
         if folder.exists(record_name(unit)):
             folder.delete_file(record_name(unit))

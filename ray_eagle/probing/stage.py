@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from ray_eagle.config import Config
 from ray_eagle.conversations.prompts import Prompt, closest, load_prompts, read_prompts, shingles
 from ray_eagle.conversations.template import render_prompt
-from ray_eagle.drafter.checkpoint import check_fits, load_drafter
+from ray_eagle.drafter.checkpoint import check_fits, load_drafter, read_shape
 from ray_eagle.drafter.start import new_shape
 from ray_eagle.errors import InputError, OriginError
 from ray_eagle.hidden_states.reader import HiddenStates
@@ -64,7 +64,8 @@ def breakeven(config: Config, run: RunFolder, facts: TargetFacts | None, progres
     else:
         assert facts is not None
         prompts, _ = probe_prompts(config, facts)
-        shape = new_shape(config.drafter, facts, config.vocab.size)
+        given = config.drafter.path
+        shape = read_shape(Path(given)) if given else new_shape(config.drafter, facts, config.vocab.size)
         progress.say("breakeven: serving the target with a random drafter")
         with deployed(config, random_shape=shape) as client:
             chosen = prompts[: settings.prompts]
@@ -91,7 +92,11 @@ def probe(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress
     folder = Folder.at(str(config.drafter.path)) if stage == "probe-given" else run.of("train")
     settings = config.probe
     prompts, dropped = probe_prompts(config, facts)
-    with local_copy(folder) as local, _client(config, facts, local, progress) as client:
+    with ExitStack() as stack:
+        local = stack.enter_context(local_copy(folder))
+        # first, so that a drafter for other layers is refused before anything is served
+        predicted = predict_held_out(config, run, facts, local, progress) if run.finished("extract") else None
+        client = stack.enter_context(_client(config, facts, local, progress))
         progress.start("probe", len(prompts), "prompts")
         served = run_probe(
             client,
@@ -104,7 +109,6 @@ def probe(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress
             seed=config.seed,
             progress=lambda done, total, note: progress.advance(1, note),
         )
-        predicted = predict_held_out(config, run, facts, local, progress) if run.finished("extract") else None
     progress.say(f"probe: verdict {served.verdict}: {' '.join(served.reasons)}")
     result = Probe(served=served, predicted=predicted, near_duplicates=dropped)
     run.of(stage).write_json("probe.json", result.model_dump())
@@ -167,7 +171,7 @@ def predict_from_shards(config: Config, run: RunFolder, facts: TargetFacts, prog
 
 
 def probe_prompts(config: Config, facts: TargetFacts) -> tuple[list[ProbePrompt], int]:
-    """First turns of the held-out prompts (or of probe.prompts) that are near no training prompt, and how many were.
+    """First turns of the held-out prompts (or of probe.prompts) that fit and are near no training prompt; how many were near.
 
     Raises InputError when none is left.
     """
@@ -188,7 +192,14 @@ def probe_prompts(config: Config, facts: TargetFacts) -> tuple[list[ProbePrompt]
         )
     tokenizer = load_tokenizer(facts, config.target)
     prompts = [ProbePrompt(id=p.id, category=p.category, input_ids=render_prompt(tokenizer, p.turns[0])) for p in far]
-    return prompts[: config.probe.limit], len(chosen) - len(far)
+    room = facts.max_position_embeddings - config.probe.max_new_tokens
+    fitting = [p for p in prompts if len(p.input_ids) <= min(room, config.generate.max_prompt_tokens)]
+    if not fitting:
+        raise InputError(
+            f"probe: expected prompts of at most {room} tokens (the target's context less probe.max_new_tokens), found none. "
+            "Lower probe.max_new_tokens, or set probe.prompts."
+        )
+    return fitting[: config.probe.limit], len(chosen) - len(far)
 
 
 @contextmanager

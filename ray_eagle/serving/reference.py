@@ -25,6 +25,7 @@ from ray_eagle.drafter.start import random_drafter
 from ray_eagle.errors import ConfigError, InputError, TargetError, explain
 from ray_eagle.serving.chain import DrafterChain, Drafting
 from ray_eagle.serving.generation import Generation, VerifyPass
+from ray_eagle.target.generation import eos_ids
 from ray_eagle.target.loading import TargetFacts, load_model, load_tokenizer, read_facts
 
 
@@ -188,15 +189,14 @@ def load_engine(
         layers=facts.layers,
         where=drafter_folder or "random drafter",
     )
-    eos_ids = _eos_ids(model, facts, target_config)
-    return ReferenceEngine(model, eos_ids, drafter.to(device, model.dtype).eval()), facts, drafter.shape
+    ends = _eos_ids(model, facts, target_config)
+    return ReferenceEngine(model, ends, drafter.to(device, model.dtype).eval()), facts, drafter.shape
 
 
 def _eos_ids(model: Any, facts: TargetFacts, config: TargetConfig) -> list[int]:
-    declared = model.generation_config.eos_token_id
-    if declared is None:
-        declared = load_tokenizer(facts, config).eos_token_id
-    if declared is None:
+    """As `generate` ends answers. Raises TargetError when nothing does."""
+    ids = eos_ids(model, load_tokenizer(facts, config))
+    if not ids:
         raise TargetError(
             explain(
                 "end of sequence",
@@ -206,7 +206,7 @@ def _eos_ids(model: Any, facts: TargetFacts, config: TargetConfig) -> list[int]:
                 fix="Add it: without one no answer ends.",
             )
         )
-    return declared if isinstance(declared, list) else [declared]
+    return ids
 
 
 def _agreeing(drafted: list[int], verified: list[int]) -> int:

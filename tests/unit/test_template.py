@@ -61,7 +61,7 @@ def test_no_beginning_of_sequence_is_added_to_what_the_template_wrote() -> None:
     assert tokenizer("a")["input_ids"][0] == tokenizer.convert_tokens_to_ids("<|system|>")
     messages = chat("a", "b")
     ids = render_prompt(tokenizer, "a")
-    ids += render_next_turn(tokenizer, messages, "c", ended=True, eos_token="<|end|>")
+    ids += render_next_turn(tokenizer, messages, "c", end_of_turn="<|end|>")
     assert tokenizer.convert_tokens_to_ids("<|system|>") not in ids
 
 
@@ -75,7 +75,7 @@ def test_exact_ids_of_two_turns_decode_to_the_template_of_the_whole(ended: bool,
     answer_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
     ids = render_prompt(tokenizer, first) + answer_ids + [tokenizer.eos_token_id] * ended
     messages = chat(first, answer)
-    more = render_next_turn(tokenizer, messages, second, ended=ended, eos_token=tokenizer.eos_token)
+    more = render_next_turn(tokenizer, messages, second, end_of_turn=tokenizer.eos_token if ended else "")
     assert tokenizer.decode(ids + more) == rendered(tokenizer, [*messages, *chat(second)], generate=True)
     assert (ids + more).count(tokenizer.eos_token_id) == 3  # of user, assistant, user
 
@@ -87,7 +87,7 @@ def test_three_turns_follow_one_another() -> None:
     ended = True
     for user, answer, ends in [("one", "1", True), ("two", "22", False), ("three", "", True)]:
         if messages:
-            ids += render_next_turn(tokenizer, messages, user, ended=ended, eos_token=tokenizer.eos_token)
+            ids += render_next_turn(tokenizer, messages, user, end_of_turn=tokenizer.eos_token if ended else "")
         ended = ends
         ids += tokenizer(answer)["input_ids"] + [tokenizer.eos_token_id] * ended
         messages += chat(user, answer)
@@ -121,9 +121,9 @@ def test_a_template_that_changes_an_earlier_turn_is_refused_naming_the_turn(temp
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(InputError, match=r"chat template: turn 1 renders otherwise once another turn follows"):
-        render_next_turn(tokenizer, chat("a", "<think>b</think> c "), "d", ended=True, eos_token="<|end|>")
+        render_next_turn(tokenizer, chat("a", "<think>b</think> c "), "d", end_of_turn="<|end|>")
     with pytest.raises(InputError, match="chat template: turn 2 renders otherwise"):
-        render_next_turn(tokenizer, chat("a", "b", "c", "<think>d</think> e "), "f", ended=True, eos_token="<|end|>")
+        render_next_turn(tokenizer, chat("a", "b", "c", "<think>d</think> e "), "f", end_of_turn="<|end|>")
 
 
 def test_a_template_that_changes_only_the_first_of_three_turns_is_refused() -> None:
@@ -133,15 +133,15 @@ def test_a_template_that_changes_only_the_first_of_three_turns_is_refused() -> N
         "{{ m['content'] if messages | length - loop.index < 4 else '...' }}<|end|>\n{% endfor %}" + GENERATION
     )
     messages = chat("a", "b")
-    assert render_next_turn(tokenizer, messages, "c", ended=True, eos_token="<|end|>")
+    assert render_next_turn(tokenizer, messages, "c", end_of_turn="<|end|>")
     with pytest.raises(InputError, match="turn 2 renders otherwise"):
-        render_next_turn(tokenizer, [*messages, *chat("c", "d")], "e", ended=True, eos_token="<|end|>")
+        render_next_turn(tokenizer, [*messages, *chat("c", "d")], "e", end_of_turn="<|end|>")
 
 
 def test_an_end_of_turn_that_the_template_does_not_write_is_refused() -> None:
     tokenizer = tiny_tokenizer()
     with pytest.raises(InputError, match=r"expected '<\|pad\|>' after an answer, found '<\|end\|>"):
-        render_next_turn(tokenizer, chat("a", "b"), "c", ended=True, eos_token="<|pad|>")
+        render_next_turn(tokenizer, chat("a", "b"), "c", end_of_turn="<|pad|>")
 
 
 # --- the target's own ids -------------------------------------------------------------------------------------------
