@@ -21,10 +21,17 @@ from ray_eagle.run import RunFolder
 from ray_eagle.stages import Pipeline
 from ray_eagle.target.loading import head_and_embedding
 from tests.ray.pipeline import Watch, pipeline, tiny_config
+from tests.tiny import tiny_target
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "ray_eagle", *words], capture_output=True, text=True, timeout=500)
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose next token hangs mostly on the newest one, so that a drafter learns something in seconds."""
+    return tiny_target(tmp_path_factory.mktemp("calm") / "target", scale=0.08, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +191,7 @@ def test_founding_arithmetic(tmp_path: Path) -> None:
         (["extract", "--run", "RUN", "--target.path", "/nowhere"], 1, "no target: /nowhere: expected a folder with config.json, found nothing"),
         (["extract"], 2, "no run folder"),
         (["extract", "--run", "RUN", "--train.epoch", "3"], 2, "unknown setting 'train.epoch'. Did you mean 'train.epochs'?"),
-        (["extract", "--run", "relative", "--in-job"], 2, "expected an absolute path or a URI"),
+        (["extract", "--run", "relative", "--in-job"], 2, "Expected an absolute path or a URI"),
         (["vocab", "--run", "RUN", "--target.path", "TARGET"], 1, "was not made yet. Run `ray-eagle extract` first"),
         (["generate", "--run", "RUN", "--target.path", "TARGET", "--generate.prompts", "/none.jsonl"], 1, "prompts file /none.jsonl cannot be read"),
         (["probe", "--address", "http://127.0.0.1:9", "--run", "RUN"], 2, "bash cluster/local.sh start"),
