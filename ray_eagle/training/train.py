@@ -1,8 +1,11 @@
 """Stage `train`: a Ray Train run over the hidden states, then the best checkpoint exported as a drafter folder."""
 
 import math
+import signal
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +62,7 @@ def train(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress
             ),
         ),
     )
-    with _Follow(run, progress):
+    with _Follow(run, progress), _interrupts_as_before():
         try:
             result = trainer.fit()
         except ray.train.TrainingFailedError as error:
@@ -78,6 +81,18 @@ def train(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress
     return Outcome(
         samples=len(HiddenStates(run.of("extract"), "train")), tokens=supervised * settings.epochs, facts=metrics
     )
+
+
+@contextmanager
+def _interrupts_as_before() -> Iterator[None]:
+    """Ray Train leaves its own Ctrl-C handler behind, and the stages after it would not stop any more."""
+    in_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if in_main:
+            signal.signal(signal.SIGINT, handler)
 
 
 def export(drafter: Drafter, folder: Folder) -> None:

@@ -52,7 +52,9 @@ def curve(folder: Path) -> list[dict[str, float]]:
 def uninterrupted(captured: Path, tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> Path:
     folder = fresh(captured, tmp_path_factory.mktemp("whole") / "x")
     settings = {"deterministic": True, "checkpoint_every": 3}
+    handler = signal.getsignal(signal.SIGINT)
     pipeline(tiny_config(folder, target_folder, train=settings)).stage("train")
+    assert signal.getsignal(signal.SIGINT) is handler, "Ctrl-C works in the stages after training as before"
     return folder
 
 

@@ -303,7 +303,7 @@ def test_failed_job_returns_one_and_says_why(dashboard: str, tmp_path: Path) -> 
 
 def test_ctrl_c_stops_the_job_and_says_so(dashboard: str, tmp_path: Path) -> None:
     lines: list[str] = []
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray Train leaves one of its own behind
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever a library in this process set
     try:
         assert run_job(dashboard, tmp_path, ["wait"], lines, until="words") == 1
     finally:
