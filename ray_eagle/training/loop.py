@@ -4,10 +4,12 @@ The cursor is the number of optimizer steps done. Packs of a step are dealt to w
 positions that enter it in the whole step, so neither the number of workers nor empty ones change what is learned.
 """
 
+import json
 import math
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +86,10 @@ class Trainer:
         self.embedding_VH = embedding_VH.to(self.device, torch.float32)
         self.validation = HiddenStates(job.run.of("extract"), "validation")
         self.lengths = self.data.lengths()
-        per_epoch = [len(self._epoch(e)) for e in range(self.settings.epochs)]
-        self.epoch_ends = [sum(per_epoch[: e + 1]) for e in range(self.settings.epochs)]
-        self.total_steps = self.epoch_ends[-1]
+        epochs = [self._epoch(e) for e in range(self.settings.epochs)]
+        self.plan = [packs for epoch in epochs for packs in epoch]
+        self.epoch_ends = list(accumulate(map(len, epochs)))
+        self.total_steps = len(self.plan)
         self.optimizer = _optimizer(self.drafter, self.settings)
         self.generator = torch.Generator(self.device).manual_seed(seed + rank)
         self.step = 0
@@ -97,11 +100,6 @@ class Trainer:
         s = self.settings
         return epoch_steps(self.lengths, s.tokens_per_pack, s.packs_per_step, self.job.config.seed, epoch)
 
-    def _packs_of_step(self) -> list[list[int]]:
-        epoch = next(e for e, end in enumerate(self.epoch_ends) if self.step < end)
-        start = self.epoch_ends[epoch - 1] if epoch else 0
-        return self._epoch(epoch)[self.step - start]
-
     def at_checkpoint(self) -> bool:
         """At the end of every epoch, and every `checkpoint_every` steps."""
         return self.step in self.epoch_ends or self.step % self.settings.checkpoint_every == 0
@@ -109,7 +107,7 @@ class Trainer:
     def train_step(self) -> None:
         """One optimizer step over this worker's share of the step's packs. Raises WorkerError on a non-finite loss."""
         s = self.settings
-        packs = [self._pack(indices) for indices in self._packs_of_step()[self.rank :: self.world]]
+        packs = [self._pack(indices) for indices in self.plan[self.step][self.rank :: self.world]]
         counts_K = sum(
             (entering_counts(pack, self.drafter.t2d) for pack in packs),
             start=torch.zeros(s.unroll_steps, dtype=torch.int64, device=self.device),
@@ -301,13 +299,9 @@ class History:
             self.board.flush()
 
     def text(self) -> str:
-        import json
-
         return json.dumps(self.rows)
 
     def restore(self, text: str) -> None:
         """Go back to the rows of a checkpoint: what a killed worker logged after it is logged again."""
-        import json
-
         self.rows = json.loads(text)
         self.folder.write_jsonl(HISTORY, self.rows)

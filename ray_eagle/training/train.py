@@ -15,7 +15,7 @@ from ray_eagle.cluster import ensure_resources
 from ray_eagle.config import Config
 from ray_eagle.drafter.checkpoint import check_drafter, save_drafter
 from ray_eagle.drafter.model import Drafter
-from ray_eagle.drafter.start import new_shape, start_drafter
+from ray_eagle.drafter.start import start_drafter
 from ray_eagle.errors import InputError, WorkerError
 from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.progress import Progress
@@ -35,7 +35,9 @@ def train(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress
 
     settings = config.train
     d2t, t2d = read_map(run.of("vocab"))
-    start_drafter(config.drafter, facts, d2t, t2d, config.seed)  # every complaint about inputs before workers start
+    drafter = start_drafter(
+        config.drafter, facts, d2t, t2d, config.seed
+    )  # every complaint about inputs before workers start
     supervised = _supervised_tokens(run)
     bundle = {"CPU": settings.cpus_per_worker, "GPU": float(settings.use_gpu)}
     ensure_resources(bundle, settings.workers, config.ray.wait_s)
@@ -69,7 +71,6 @@ def train(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress
             raise WorkerError(f"train: {_cause(error)}") from error
     best = _best(result)
     metrics = dict(best[1])
-    drafter = Drafter(new_shape(config.drafter, facts, len(d2t)) if not config.drafter.path else _given_shape(config))
     with best[0].as_directory() as folder:
         drafter.load_state_dict(torch.load(Path(folder) / STATE, map_location="cpu", weights_only=True)["drafter"])
     export(drafter, run.of("train"))
@@ -102,12 +103,6 @@ def export(drafter: Drafter, folder: Folder) -> None:
         check_drafter(Path(temporary))
         for name in ("model.safetensors", "config.json"):
             folder.write_bytes(name, (Path(temporary) / name).read_bytes())
-
-
-def _given_shape(config: Config) -> Any:
-    from ray_eagle.drafter.checkpoint import read_shape
-
-    return read_shape(Path(str(config.drafter.path)))
 
 
 def _supervised_tokens(run: RunFolder) -> int:
