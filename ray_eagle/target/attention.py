@@ -9,6 +9,7 @@ flash attention uses (`document_arguments`).
 import inspect
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -138,12 +139,10 @@ def _varlen() -> tuple[Callable[..., Tensor], dict[str, Any]]:
 def _by_document(query: Tensor, key: Tensor, value: Tensor, bounds_N1: Tensor, scaling: float | None) -> Tensor:
     bounds = bounds_N1.tolist()
     grouped = query.shape[1] != key.shape[1]
-    outputs = [
-        scaled_dot_product_attention(
-            *(x[:, :, start:end] for x in (query, key, value)), is_causal=True, scale=scaling, enable_gqa=grouped
-        )
-        for start, end in zip(bounds, bounds[1:], strict=False)
-    ]
+    outputs = []
+    for start, end in pairwise(bounds):
+        q, k, v = (x[:, :, start:end] for x in (query, key, value))
+        outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 

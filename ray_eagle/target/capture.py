@@ -120,16 +120,17 @@ class Stage:
 
     def decode(self, pack: TokenPack, hidden_TH: Tensor | None) -> Tensor:
         """[T, H]: the residual stream after this stage's layers, after the final norm in the last stage."""
-        decoder = self.parts.decoder
-        options: dict[str, Any] = {"position_ids": to_device(pack.positions_T, self.device)[None], "use_cache": False}
-        attention = decoder.config._attn_implementation
+        return self.parts.decoder(**self.decoder_arguments(pack, hidden_TH)).last_hidden_state[0]
+
+    def decoder_arguments(self, pack: TokenPack, hidden_TH: Tensor | None) -> dict[str, Any]:
+        """What transformers' decoder is called with, on its device."""
+        arguments: dict[str, Any] = {"position_ids": to_device(pack.positions_T, self.device)[None], "use_cache": False}
+        attention = self.parts.decoder.config._attn_implementation
         if attention == PACKED or attention.startswith(FLASH_ATTENTION):
-            options |= document_arguments(to_device(pack.bounds_N1, self.device), max(pack.lengths))
+            arguments |= document_arguments(to_device(pack.bounds_N1, self.device), max(pack.lengths))
         if hidden_TH is None:
-            options["input_ids"] = to_device(pack.ids_T, self.device)[None]
-        else:
-            options["inputs_embeds"] = to_device(hidden_TH, self.device)[None]
-        return decoder(**options).last_hidden_state[0]
+            return arguments | {"input_ids": to_device(pack.ids_T, self.device)[None]}
+        return arguments | {"inputs_embeds": to_device(hidden_TH, self.device)[None]}
 
 
 @dataclass(frozen=True)

@@ -12,39 +12,27 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ray_eagle.config import TargetConfig
 from ray_eagle.errors import TargetError, explain
 from ray_eagle.target.attention import PACKED, packed_attention_fits, register_packed_attention
-from ray_eagle.target.capture import Stage, TokenPack
+from ray_eagle.target.capture import Stage
+from ray_eagle.target.checks import PassThrough, check_documents, check_head, check_split
 from ray_eagle.target.loading import TargetFacts, choose_dtype
-from ray_eagle.target.parts import TargetParts, drop_beside, find_parts
+from ray_eagle.target.parts import drop_beside, find_parts
 from ray_eagle.target.tensors import OTHER_TOWERS, layer_of, open_tensors, tensor_files
 
 NAMED = 4
 """Missing tensors that an error names one by one."""
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 EMBEDDING = "embed_tokens.weight"
-
-
-class PassThrough(nn.Module):
-    """Stands where a layer of another stage would: hands hidden states on, and keeps the plain attributes that decoders read."""
-
-    def __init__(self, absent: nn.Module) -> None:
-        super().__init__()
-        plain = {name: value for name, value in vars(absent).items() if not name.startswith("_")}
-        self.__dict__.update(plain)
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states
 
 
 def load_stage(facts: TargetFacts, config: TargetConfig, device: torch.device, layers: range | None = None) -> Stage:
     """The stage that holds `layers` (None: all), in eval mode on the device; every part of it comes from the checkpoint.
 
     The embedding is there with layer 0, the final norm and the head with the last layer. Raises TargetError when tensors
-    or files are missing, damaged or of the wrong shape, and for a family that cannot be packed or split.
+    or files are missing, damaged or of the wrong shape, and for a family that fails one of `checks`.
     """
     from transformers import AutoConfig
 
@@ -52,7 +40,6 @@ def load_stage(facts: TargetFacts, config: TargetConfig, device: torch.device, l
     whole = len(layers) == facts.layers
     try:
         settings = AutoConfig.from_pretrained(facts.path, trust_remote_code=config.trust_remote_code)
-        _refuse_state_across_documents(settings, facts)
         register_packed_attention()
         skeleton = _skeleton(settings, config)
         settings._attn_implementation = _attention(config, settings, type(skeleton))
@@ -66,7 +53,10 @@ def load_stage(facts: TargetFacts, config: TargetConfig, device: torch.device, l
         raise TargetError(f"target {facts.path} cannot be loaded: {error}") from error
     stage = Stage(find_parts(model), layers, facts.aux_layers, device)
     if not whole:
-        _check_split(stage, facts)
+        check_split(stage, facts)
+    if stage.last:
+        check_head(model, stage, facts)
+    check_documents(stage, facts)
     return stage
 
 
@@ -77,15 +67,6 @@ def _checked(layers: range | None, facts: TargetFacts) -> range:
             f"stage of {facts.path}: expected contiguous layers from 0 to {facts.layers - 1}, found {layers}."
         )
     return layers
-
-
-def _refuse_state_across_documents(settings: Any, facts: TargetFacts) -> None:
-    text = settings.get_text_config()
-    if other := sorted(set(getattr(text, "layer_types", None) or []) - ATTENTION_LAYERS):
-        raise TargetError(
-            f"target {facts.path}: layers of type {', '.join(other)} carry state from one packed sample into the next. "
-            "This family is not supported yet."
-        )
 
 
 def _skeleton(settings: Any, config: TargetConfig) -> Any:
@@ -121,14 +102,17 @@ def _load(
     wanted = [name for name in files if _belongs(name, layers, last, lonely_head)]
     tensors = open_tensors(files, wanted)
     if lonely_head:
-        tensors |= {head: tensors.pop(name) for name in wanted if name.endswith(EMBEDDING)}
+        [embedding] = (name for name in wanted if name.endswith(EMBEDDING))
+        tensors[head] = tensors.pop(embedding)
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)
         _drop_absent(self, layers)
 
-    names = {"__init__": construct, "__module__": model_class.__module__}
-    model, found = type(model_class.__name__, (model_class,), names).from_pretrained(
+    staged: Any = type(
+        model_class.__name__, (model_class,), {"__init__": construct, "__module__": model_class.__module__}
+    )
+    model, found = staged.from_pretrained(
         None,
         config=settings,
         state_dict=tensors,
@@ -185,30 +169,6 @@ def _on_meta(model: Any) -> list[str]:
     return [
         name for named in (model.named_parameters(), model.named_buffers()) for name, tensor in named if tensor.is_meta
     ]
-
-
-def _check_split(stage: Stage, facts: TargetFacts) -> None:
-    """Without its layers and norm a stage must hand hidden states on unchanged; some decoders scale their inputs first."""
-    parts: TargetParts = stage.parts
-    decoder, norm = parts.decoder, parts.norm
-    pack = TokenPack.of([([0, 0, 0], [0, 0, 0])])
-    hidden_TH = torch.randn(3, facts.hidden_size, generator=torch.Generator().manual_seed(0)).to(decoder.dtype)
-    reason = "its decoder changes hidden states outside its layers"
-    try:
-        decoder.layers, decoder.norm = nn.ModuleList(PassThrough(layer) for layer in parts.layers), nn.Identity()
-        with torch.inference_mode():
-            same = torch.equal(stage.decode(pack, hidden_TH).cpu(), hidden_TH)
-    except (AttributeError, TypeError, IndexError, RuntimeError) as error:
-        same, reason = False, f"its decoder does not run without layers ({error})"
-    finally:
-        decoder.layers, decoder.norm = parts.layers, norm
-    if getattr(decoder.config, "num_kv_shared_layers", 0):
-        same, reason = False, "its later layers reuse keys and values of earlier ones"
-    if not same:
-        raise TargetError(
-            f"target {facts.path} ({facts.model_type}): this family cannot be split into stages: {reason}. "
-            "Use one GPU that holds it whole."
-        )
 
 
 def _some(names: list[str]) -> str:
