@@ -66,9 +66,7 @@ def random_dataset(
     written: dict[str, Sample] = {}
     with DatasetWriter(folder, plan) as writer:
         for unit in units:
-            states = [
-                random_states(generator, row, hidden, STATE_DTYPES[state_dtype], vocab) for row in unit.samples
-            ]
+            states = [random_states(generator, row, hidden, STATE_DTYPES[state_dtype], vocab) for row in unit.samples]
             written |= {s.sample_id: s for s in states}
             writer.commit(write_shard(folder, unit, states, hidden, state_dtype))
     return folder, units, written

@@ -22,10 +22,12 @@ from ray_eagle.hidden_states.shard import ShardWriter, UnitRecord
 from ray_eagle.hidden_states.staging import Fetched, Staging
 from ray_eagle.metrics import Counters
 from ray_eagle.run import Folder
-from ray_eagle.target.loading import TargetFacts
 from ray_eagle.target.capture import StageOutput, TokenPack
+from ray_eagle.target.loading import TargetFacts
 from ray_eagle.target.stage import load_stage
 
+AUX = ("aux", "aux_scale", "finite")
+"""What `stored_aux` gives."""
 CONCURRENCY = 2
 """Units in work at once in one actor."""
 
@@ -208,7 +210,7 @@ class Shelved:
     def _write(self, samples: Sequence[TokenSample], fetched: Fetched, arrived: list[dict[str, Tensor]]) -> None:
         with fetched as host:
             if arrived:
-                own = {name: host[name] for name in ("finite", "aux", "aux_scale") if name in host}
+                own = {name: tensor for name, tensor in host.items() if name in AUX}
                 host = host | joined_aux([*arrived, own] if own else arrived)
             for row in rows_of(samples, host):
                 if isinstance(row, Sample):

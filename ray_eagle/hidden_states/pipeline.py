@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
@@ -92,7 +92,9 @@ class StageWorker:
     ) -> None:
         """Finish pack `number` of an attempt and write it, with the aux states of the earlier stages."""
         output, own = self._compute(samples, hidden)
-        layers = [{name: self._tensor(name, value) for name, value in layer.items()} for part in earlier for layer in part]
+        layers = [
+            {name: self._tensor(name, value) for name, value in layer.items()} for part in earlier for layer in part
+        ]
         self._open[attempt].put(number, samples, stored_teacher(output, self.settings.state_dtype), [*layers, *own])
 
     def finish(self, attempt: str) -> UnitRecord:
@@ -221,5 +223,9 @@ class Pipeline:
 
 def _to_numpy(tensor: Tensor) -> np.ndarray:
     """A copy, since the tensor's memory is used again; numpy knows neither bfloat16 nor 8-bit floats, so their bits."""
-    bits = {2: torch.uint16, 1: torch.uint8}[tensor.itemsize] if tensor.is_floating_point() and tensor.itemsize < 4 else tensor.dtype
+    bits = (
+        {2: torch.uint16, 1: torch.uint8}[tensor.itemsize]
+        if tensor.is_floating_point() and tensor.itemsize < 4
+        else tensor.dtype
+    )
     return tensor.view(bits).numpy().copy()

@@ -115,9 +115,7 @@ class HiddenStates:
                     for read in reads:
                         read.result()
                     rows = [self.rows[i] for i in group]
-                    yield [
-                        self._decode(pa.py_buffer(part), row) for part, row in zip(buffer.parts, rows, strict=True)
-                    ]
+                    yield [self._decode(pa.py_buffer(part), row) for part, row in zip(buffer.parts, rows, strict=True)]
                     free.append(buffer)
                     start_next()
             finally:

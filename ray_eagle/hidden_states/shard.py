@@ -17,7 +17,6 @@ from ray_eagle.hidden_states.plan import Quarantined, Unit
 from ray_eagle.hidden_states.schema import Sample, encode, schema
 from ray_eagle.run import Folder, content_hash
 
-
 MAGIC = b"ARROW1\0\0"
 
 

@@ -9,7 +9,7 @@ import ray
 
 from ray_eagle.conversations.conversation import read_conversations
 from ray_eagle.conversations.prompts import load_prompts
-from ray_eagle.errors import TargetError, WorkerError
+from ray_eagle.errors import TargetError
 from ray_eagle.hidden_states.dataset import read_plan, read_records
 from ray_eagle.hidden_states.verify import verify
 from ray_eagle.pool import ActorPool
@@ -173,20 +173,3 @@ class Fragile:
 def pool(mode: str) -> ActorPool:
     actor = ray.remote(Fragile)
     return ActorPool(lambda name: actor.options(num_cpus=0.5, max_restarts=0).remote(mode), 2, "fragile")
-
-
-def test_the_pool_gives_every_unit_once() -> None:
-    assert sorted(pool("fine").run(list(range(20)))) == [(i, i * i) for i in range(20)]
-
-
-@pytest.mark.parametrize(
-    ("mode", "error", "words"),
-    [
-        ("dies", WorkerError, r"unit 2 was running in 3 actors that died.*committed is kept"),
-        ("refuses", TargetError, "unit 2 is bad"),
-        ("no start", WorkerError, r"3 actors failed to start.*weights are missing"),
-    ],
-)
-def test_the_pool_ends_with_one_clear_error(mode: str, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=r"(?s)" + words):
-        list(pool(mode).run(list(range(6))))

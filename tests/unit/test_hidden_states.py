@@ -226,7 +226,9 @@ def test_a_damaged_plan_is_said(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"dataset\.json is damaged.*extract --redo"):
         verify(folder)
     path.write_text(path.read_text().replace("ray_eagle.hidden_states/2", "ray_eagle.hidden_states/1"))
-    with pytest.raises(DatasetError, match=r"expected format ray_eagle.hidden_states/2, found ray_eagle.hidden_states/1"):
+    with pytest.raises(
+        DatasetError, match=r"expected format ray_eagle.hidden_states/2, found ray_eagle.hidden_states/1"
+    ):
         HiddenStates(folder, "train")
 
 

@@ -140,7 +140,8 @@ def test_rows_of_another_run_are_read_where_they_are(tmp_path: Path) -> None:
     ]
     folder = Folder.at(tmp_path / "mine")
     planned = [
-        UnitPlan(split=u.split, samples=[s.sample_id for s in u.samples], tokens=u.tokens, lender=u.lender) for u in mine
+        UnitPlan(split=u.split, samples=[s.sample_id for s in u.samples], tokens=u.tokens, lender=u.lender)
+        for u in mine
     ]
     with DatasetWriter(folder, make_plan([], hidden=8, vocab=50).model_copy(update={"units": planned})) as writer:
         for unit in mine:

@@ -17,8 +17,8 @@ from ray_eagle.drafter.start import new_shape, random_drafter, start_drafter
 from ray_eagle.errors import CheckpointError, InputError
 from ray_eagle.hidden_states.dataset import DatasetWriter
 from ray_eagle.hidden_states.plan import DatasetPlan, TokenSample, UnitPlan, plan_units
-from ray_eagle.hidden_states.shard import write_shard
 from ray_eagle.hidden_states.schema import Sample, sample_id
+from ray_eagle.hidden_states.shard import write_shard
 from ray_eagle.progress import Silent
 from ray_eagle.run import Folder, RunFolder
 from ray_eagle.target.loading import head_and_embedding, read_facts
