@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class Extractor:
 
         Samples named in `without` are left out; the packs are the planned ones all the same.
         """
-        with self.shelf.open(unit) as shelved:
+        with closing(self.shelf.open(unit)) as shelved:
             with self.computing:
                 for number, samples in enumerate(packs_of(unit, without, self.settings.tokens_per_batch)):
                     shelved.put(number, samples, *self.capture(samples))
@@ -156,7 +157,7 @@ class Shelf:
 
 
 class Shelved:
-    """One unit on its way to the disk; a context manager. Packs are written in the order of their numbers."""
+    """One unit on its way to the disk. Packs are written in the order of their numbers."""
 
     def __init__(self, shelf: Shelf, unit: Unit) -> None:
         self.shelf = shelf
@@ -166,15 +167,12 @@ class Shelved:
         self._next = 0
         self._ordering = threading.Lock()
         self._began = time.monotonic()
-
-    def __enter__(self) -> "Shelved":
-        self.writer.__enter__()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="eagle-write")
-        return self
 
-    def __exit__(self, *error: Any) -> None:
+    def close(self) -> None:
+        """Wait for what was put, and delete the attempt unless it is finished."""
         self._thread.shutdown()
-        self.writer.__exit__(*error)
+        self.writer.close()
 
     def put(
         self, number: int, samples: Sequence[TokenSample], teacher: dict[str, Tensor], layers: list[dict[str, Tensor]]

@@ -85,7 +85,7 @@ class StageWorker:
 
     def open(self, attempt: str, unit: Unit) -> None:
         """Begin to write a unit (on the last stage)."""
-        self._open[attempt] = self.shelf.open(unit).__enter__()
+        self._open[attempt] = self.shelf.open(unit)
 
     def store(
         self, attempt: str, number: int, samples: Sequence[TokenSample], hidden: Arrays | None, *earlier: list[Arrays]
@@ -100,13 +100,15 @@ class StageWorker:
     def finish(self, attempt: str) -> UnitRecord:
         """The record of an attempt whose packs are all stored."""
         shelved = self._open.pop(attempt)
-        with shelved:
+        try:
             return shelved.finish()
+        finally:
+            shelved.close()
 
     def abandon(self, attempt: str) -> None:
         """Forget an attempt, its file too."""
         if shelved := self._open.pop(attempt, None):
-            shelved.__exit__()
+            shelved.close()
 
     def trial(self, samples: Sequence[TokenSample], hidden: Arrays | None, *earlier: list[Arrays]) -> None:
         """Finish a pack and forget it."""
@@ -176,7 +178,7 @@ class Pipeline:
         """Send a unit through; returns the record that would commit it. Raises WorkerLost when a stage died."""
         attempt, last = secrets.token_hex(4), self.stages[-1]
         try:
-            opened = last.open.remote(attempt, unit)
+            ray.get(last.open.remote(attempt, unit))
             on_their_way: deque[Any] = deque()
             with self.feeding:
                 for number, samples in enumerate(packs_of(unit, without, self.settings.tokens_per_batch)):
@@ -184,7 +186,7 @@ class Pipeline:
                     on_their_way.append(last.store.remote(attempt, number, samples, hidden, *aux))
                     if len(on_their_way) > len(self.stages) + AHEAD:
                         ray.get(on_their_way.popleft())
-            ray.get([opened, *on_their_way])
+            ray.get(list(on_their_way))
             return ray.get(last.finish.remote(attempt))
         except RayError as error:
             raise self._explained(error, attempt) from None

@@ -4,6 +4,7 @@ import os
 import secrets
 import socket
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class UnitRecord(BaseModel):
 
 
 class ShardWriter:
-    """One attempt at a unit; a context manager. Whatever ends it before `finish`, its file is deleted."""
+    """One attempt at a unit. `close` it whatever happens: before `finish`, that deletes the file."""
 
     def __init__(self, folder: Folder, unit: int, hidden_size: int, state_dtype: str) -> None:
         """Raises DatasetError when the file cannot be opened."""
@@ -82,17 +83,15 @@ class ShardWriter:
         self._rows: list[RowRecord] = []
         self._supervised: list[np.ndarray] = []
         self._finished = False
-
-    def __enter__(self) -> "ShardWriter":
         try:
             self._file = self.folder.fs.open_output_stream(self.folder.file(self.name))
-            self._stream = _Stream(self._file, begin=len(MAGIC) + len(self._kind.serialize()))
-            self._writer = pa.ipc.new_file(pa.PythonFile(self._stream, "w"), self._kind)
         except OSError as error:
             raise self._unwritable(error) from None
-        return self
+        self._stream = _Stream(self._file, begin=len(MAGIC) + len(self._kind.serialize()))
+        self._writer = pa.ipc.new_file(pa.PythonFile(self._stream, "w"), self._kind)
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Delete the file unless it is finished."""
         if self._finished:
             return
         try:
@@ -161,7 +160,7 @@ def write_shard(
     folder: Folder, unit: Unit, samples: Iterable[Sample], hidden_size: int, state_dtype: str
 ) -> UnitRecord:
     """Write one attempt at a unit to its end, sync it, and return the record that would commit it."""
-    with ShardWriter(folder, unit.index, hidden_size, state_dtype) as writer:
+    with closing(ShardWriter(folder, unit.index, hidden_size, state_dtype)) as writer:
         for sample in samples:
             writer.add(sample)
         return writer.finish()
