@@ -46,7 +46,9 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             )
         )
     try:
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        by_name: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        paths = {file: folder / file for file in set(by_name.values())}  # once a file: there may be 200,000 tensors
+        return {name: paths[file] for name, file in by_name.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TargetError(f"{index} is not a safetensors index ({error!r}). Copy the file again.") from None
 
