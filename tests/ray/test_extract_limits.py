@@ -148,12 +148,12 @@ def test_bad_samples_are_set_aside_counted_and_named(
     for row in rows:
         for token in row.input_ids:
             used.setdefault(token, set()).add(row.source_id)
-    token = next(t for t, sources in sorted(used.items()) if 2 <= len(sources) <= 6)
     context = sorted(len(r.input_ids) for r in rows)[-3]
+    longer = {r.source_id for r in rows if len(r.input_ids) > context}
+    token = next(t for t, sources in sorted(used.items(), reverse=True) if 2 <= len(sources - longer) <= 6)
     target = spoil(target_folder, tmp_path / "spoiled", token)
     config_json = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config_json | {"max_position_embeddings": context}))
-    longer = {r.source_id for r in rows if len(r.input_ids) > context}
     broken = used[token] - longer
     assert longer and broken
 
