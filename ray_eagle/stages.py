@@ -82,6 +82,10 @@ class Pipeline:
             self._facts = read_facts(self.config.target)
         return self._facts
 
+    def connect(self) -> None:
+        """Join the cluster that the settings name."""
+        connect(self.config.ray)
+
     def stage(self, name: str, *, redo: bool = False) -> Outcome | None:
         """Run one stage, or say that it is done already (None). Raises OriginError when its folder was made otherwise."""
         if name == "preflight":

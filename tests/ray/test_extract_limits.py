@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from ray_eagle.conversations.conversation import read_conversations
 from ray_eagle.errors import ConfigError, DatasetError, QuarantineError
 from ray_eagle.hidden_states.dataset import read_plan, read_records
+from ray_eagle.hidden_states.forecast import forecast
 from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.hidden_states.verify import verify
 from ray_eagle.run import Folder, RunFolder
 from tests.ray.pipeline import Watch, pipeline, ray_processes, tiny_config
-from tests.tiny import tiny_deepseek_v3, tiny_target
+from tests.tiny import tiny_deepseek_v3
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -58,7 +59,7 @@ def whole(generated: Path, tmp_path_factory: pytest.TempPathFactory, target_fold
     return committed(folder)
 
 
-@pytest.mark.parametrize(("stages", "actors", "split"), [(2, 1, ()), (2, 2, (1, 7)), (4, 1, ())])
+@pytest.mark.parametrize(("stages", "actors", "split"), [(2, 2, (1, 7)), (4, 1, ())])
 def test_any_number_of_stages_gives_the_same_bytes(
     generated: Path,
     whole: dict[int, bytes],
@@ -76,14 +77,13 @@ def test_any_number_of_stages_gives_the_same_bytes(
     assert verify(states_of(folder)) == []
 
 
-@pytest.mark.parametrize("state_dtype", ["bfloat16", "float8"])
-def test_a_mixture_of_experts_in_stages_gives_the_same_bytes(generated: Path, tmp_path: Path, state_dtype: str) -> None:
+def test_a_mixture_of_experts_in_stages_gives_the_same_bytes(tmp_path: Path) -> None:
     """A DeepSeek-V3-style target, whose first layers are dense: the tokenizer is the tiny one, so the ids fit."""
     target = tiny_deepseek_v3(tmp_path / "deepseek")
     made = []
-    for stages in (1, 3):
+    for stages in (1, 2):
         folder = tmp_path / str(stages)
-        config = tiny_config(folder, target, extract={"stages": stages, "cpus": 0.5, "state_dtype": state_dtype})
+        config = tiny_config(folder, target, extract={"stages": stages, "cpus": 0.5, "state_dtype": "float8"})
         if stages == 1:
             pipeline(config).stage("generate")
         else:
@@ -148,7 +148,7 @@ def test_bad_samples_are_set_aside_counted_and_named(
     for row in rows:
         for token in row.input_ids:
             used.setdefault(token, set()).add(row.source_id)
-    context = sorted(len(r.input_ids) for r in rows)[-3]
+    context = sorted({len(r.input_ids) for r in rows})[-2]
     longer = {r.source_id for r in rows if len(r.input_ids) > context}
     token = next(t for t, sources in sorted(used.items(), reverse=True) if 2 <= len(sources - longer) <= 6)
     target = spoil(target_folder, tmp_path / "spoiled", token)
@@ -286,6 +286,36 @@ def test_a_second_run_borrows_what_the_first_captured(
     assert verify(states_of(second)) == []
 
 
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "float8"])
+def test_the_forecast_is_what_extraction_takes(
+    generated: Path, tmp_path: Path, target_folder: Path, state_dtype: str
+) -> None:
+    folder = start_after_generate(generated, tmp_path)
+    config = tiny_config(folder, target_folder, extract={"state_dtype": state_dtype})
+    made = pipeline(config)
+    before = sorted(str(path) for path in (folder / "run").rglob("*"))
+    counted = forecast(config, made.run, made.facts, 0, Watch(), seconds=0)
+    found = forecast(config, made.run, made.facts, 0, Watch(), seconds=1)
+    assert sorted(str(path) for path in (folder / "run").rglob("*")) == before
+    outcome = made.stage("extract")
+    assert outcome
+    records = read_records(states_of(folder), read_plan(states_of(folder))).values()
+    assert (found.samples, found.tokens) == (outcome.samples, outcome.tokens)
+    assert found.supervised_tokens == sum(r.supervised_tokens for r in records)
+    written = sum(r.bytes for r in records)
+    assert written * 0.95 < found.bytes < written * 1.05
+    assert counted.bytes < found.bytes and counted.seconds is None  # the rows alone, without Arrow's frame
+    assert found.tokens_per_second and found.seconds and found.seconds > found.tokens / found.tokens_per_second
+    assert found.memory_bytes and found.memory_bytes > 100e6 and found.device == "cpu"
+
+
+def test_without_conversations_the_forecast_assumes_them(tmp_path: Path, target_folder: Path) -> None:
+    config = tiny_config(tmp_path, target_folder, preflight={"tokens_per_sample": 100, "supervised_share": 0.7})
+    made = pipeline(config)
+    found = forecast(config, made.run, made.facts, 50, Watch(), seconds=0)
+    assert (found.assumed, found.samples, found.tokens, found.supervised_tokens) == (True, 50, 5000, 3500)
+
+
 def test_actors_have_names_to_be_found_by(generated: Path, tmp_path: Path, target_folder: Path) -> None:
     from ray.util import list_named_actors
 
@@ -294,16 +324,3 @@ def test_actors_have_names_to_be_found_by(generated: Path, tmp_path: Path, targe
     config = tiny_config(folder, target_folder, extract={"stages": 2, "cpus": 0.5})
     pipeline(config, Watch(lambda task, amount: seen.update(list_named_actors()))).stage("extract")
     assert {"eagle-extract-1", "eagle-extract-1-stage-0", "eagle-extract-1-stage-1"} <= seen
-
-
-def test_other_targets_are_taken_whole(tmp_path: Path) -> None:
-    """Tied embeddings: the head of the last stage is the embedding of the first."""
-    target = tiny_target(tmp_path / "tied", tie=True)
-    made = []
-    for stages in (1, 2):
-        folder = tmp_path / str(stages)
-        config = tiny_config(folder, target, extract={"stages": stages, "cpus": 0.5})
-        pipeline(config).stage("generate")
-        pipeline(config).stage("extract")
-        made.append(committed(folder))
-    assert made[0] == made[1]
