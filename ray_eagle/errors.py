@@ -37,6 +37,17 @@ class WorkerError(EagleError):
     """Actors or workers died or failed more often than they may."""
 
 
+class WorkerLost(EagleError):
+    """Raised by an actor that leads others when one of them died: to the pool it is the death of the whole group."""
+
+    def __init__(self, message: str, node_died: bool = False, node: str = "") -> None:
+        super().__init__(message)
+        self.node_died = node_died
+        """It is known already that the node of the dead actor died."""
+        self.node = node
+        """Id of that node, where known: the pool looks later whether it died, since Ray learns of that late."""
+
+
 class ServingError(EagleError):
     """The speculative server did not start, died, or answered something unusable."""
 

@@ -1,97 +1,426 @@
-"""A pool of actors that works through units, each exactly once, however often actors die.
+"""A pool of actors that works through units, each exactly once, however often actors, and nodes under them, die.
 
-The driver keeps up to two calls in flight per actor, gets metadata back (never tensors), gives a unit of a dead actor to
-another, and replaces the dead. A unit that was running in three dying actors ends the run with its name; so do three
-deaths in a constructor, with the error.
+The driver keeps a few calls in flight per actor, gets metadata back (never tensors), gives the units of a dead actor to
+others, and replaces it. What it blames for a death decides what it sets aside, so it blames with care:
+
+- Only the calls that an actor was running count, not those queued behind them; none is handed out before it is `ready`.
+  A unit blamed once shares an actor with no other: the first blame may be wrong (a reply lost with the process that had
+  just sent it; a second unit running beside the guilty one), the next are not.
+- The death of a node counts against nobody. Ray learns of it late (measured: 15 s after a raylet is killed, 65 s after a
+  machine freezes; the driver sees its actors out of reach within 2 s), so a death is *settled* only when an actor
+  made after it is ready on that node, or `node_news_s` later when the node still lives.
+- A unit blamed for three deaths is put on trial: its samples run one by one on a fresh actor, in the slot of the dead one,
+  while the others go on. A sample that kills three fresh actors, settled, and never succeeds between is a killer: the unit
+  runs without it. What a trial returns is thrown away; a unit is always made by `work`, so its bytes hang on no death.
+- A unit that dies three times, is acquitted sample by sample, and dies three times again, ends the run with its name.
+
+Three constructors that raise, or six actors (or two a slot) killed while starting, without a ready one between, end the
+run with the last error. So does, at once, an error of ours that a unit raises itself.
 """
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnschedulableError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
-from ray_eagle.errors import EagleError, WorkerError
+from ray_eagle.errors import EagleError, WorkerError, WorkerLost
+from ray_eagle.metrics import Counters
 
-MAX_DEATHS_PER_UNIT = 3
-MAX_CONSTRUCTOR_DEATHS = 3
-IN_FLIGHT = 2
+MAX_DEATHS = 3
+"""Of a unit before it goes on trial, and of a sample, alone on fresh actors, before it is set aside."""
+MAX_FAILED_STARTS = 3
+MAX_KILLED_STARTS = 6
+NODE_NEWS_S = 75.0
+WAKE_S = 1.0
+AFTER_KILL_S = 30.0
+DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, ActorUnschedulableError)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A new actor, and what gives back whatever belongs to it (a placement group)."""
+
+    actor: Any
+    """Handle with the methods `ready() -> str` (see `this_node`), `work(unit, without)` and, where units have samples,
+    `trial(unit, i)`."""
+    close: Callable[[], None] = lambda: None
+    """Called once, after the actor was killed."""
+
+
+def this_node() -> str:
+    """Id of the node that this process runs on: what an actor's `ready` returns."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+@dataclass(frozen=True)
+class _Death:
+    node: str
+    when: float
+    """When the driver saw it."""
+    error: str
+
+
+@dataclass
+class _Trial:
+    todo: deque[int]
+    deaths: dict[int, list[_Death]]
+    """Sample -> deaths of fresh actors; forgotten when it succeeds."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """A unit and its history. It is always in exactly one place: a queue, or a call, or a worker that tries it."""
+
+    unit: Any
+    deaths: list[_Death] = field(default_factory=list)
+    without: frozenset[str] = frozenset()
+    trial: _Trial | None = None
+    acquitted: bool = False
+
+    @property
+    def alone(self) -> bool:
+        """Blamed before: it shares an actor with no other unit, so that a further death is surely its own."""
+        return self.acquitted or bool(self.deaths)
+
+
+@dataclass(frozen=True)
+class _Call:
+    job: _Job | None
+    """None: the call of `ready`."""
+    sample: int | None = None
+    """Index of the sample on trial; None: the whole unit."""
+
+
+@dataclass(eq=False)
+class _Worker:
+    member: Member
+    made: float
+    nodes: frozenset[str]
+    """Nodes that lived when it was made."""
+    calls: dict[Any, _Call] = field(default_factory=dict)
+    """By reference, in the order of submission."""
+    node: str = ""
+    """Where it is, once it is ready."""
+    trying: _Job | None = None
+    trials: int = 0
+
+    @property
+    def units(self) -> int:
+        return sum(call.job is not None for call in self.calls.values())
+
+    @property
+    def alone(self) -> bool:
+        return any(call.job is not None and call.job.alone for call in self.calls.values())
 
 
 class ActorPool:
-    """`make(name)` returns a handle of a new actor with a method `work(unit)`; at most `size` live at once."""
+    """`make(name)` returns a new Member; at most `size` live at once, each with `concurrency` calls running and one queued.
 
-    def __init__(self, make: Callable[[str], Any], size: int, name: str) -> None:
-        self._make = make
-        self._size = size
-        self._name = name
-        self._made = 0
+    `samples(unit)` names the samples of a unit, in the order of `trial`; None where units cannot be taken apart: three
+    deaths of one then end the run.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[str], Member],
+        size: int,
+        name: str,
+        *,
+        concurrency: int = 1,
+        samples: Callable[[Any], list[str]] | None = None,
+        node_news_s: float = NODE_NEWS_S,
+    ) -> None:
+        self._make, self._size, self._name = make, size, name
+        self._concurrency, self._samples, self._node_news_s = concurrency, samples, node_news_s
+        self._metrics = Counters(name.removeprefix("eagle-"), actor=name)
+        self._waiting: deque[_Job] = deque()
+        self._suspects: deque[_Job] = deque()  # each needs a fresh actor
+        self._held: list[_Job] = []  # each needs its deaths settled
+        self._workers: list[_Worker] = []
+        self._heard: dict[str, float] = {}  # node -> when the newest actor that got ready there was made
+        self._where: Counter[str] = Counter()  # node -> deaths
+        self._made = self._failed_starts = self._killed_starts = 0
+        self.quarantined: dict[str, str] = {}
+        """Samples that were set aside, and why."""
         self.deaths = 0
-        """Actors that died while working."""
+        """Actors that died, or were out of reach and replaced."""
+        self.retries = 0
+        """Units that had to be given out again."""
+
+    @property
+    def node_deaths(self) -> int:
+        """Of the deaths of actors that were ready, those whose node is known to be dead by now."""
+        alive = _alive()
+        return sum(count for node, count in self._where.items() if node not in alive)
 
     def run(self, units: list[Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield (unit, result) as they finish. Units must be hashable. Raises WorkerError as the class says.
+        """Yield (unit, result) as they finish; once, and on every way out all actors are killed and closed.
 
-        An error that a unit raises itself (not a death) is raised here as it is, when it is ours.
+        Raises WorkerError as above, and an EagleError that a unit raises as it is.
         """
-        waiting = deque(units)
-        deaths: Counter[Any] = Counter()
-        constructor_deaths = 0
-        actors = [self._new() for _ in range(min(self._size, len(units)))]
-        calls: dict[Any, tuple[Any, Any]] = {}
+        self._waiting = deque(_Job(unit) for unit in units)
+        left = len(units)
         try:
-            while waiting or calls:
-                for actor in actors:
-                    while waiting and sum(owner is actor for owner, _ in calls.values()) < IN_FLIGHT:
-                        unit = waiting.popleft()
-                        calls[actor.work.remote(unit)] = (actor, unit)
-                ready, _ = ray.wait(list(calls), num_returns=1)
-                actor, unit = calls.pop(ready[0])
-                try:
-                    result = ray.get(ready[0])
-                except RayActorError as error:
-                    constructor_deaths += self._count_death(error, unit, deaths, constructor_deaths)
-                    ray.kill(actor)  # one that is only out of reach must not keep its GPU
-                    lost = [unit, *self._drop_calls(calls, actor)]
-                    waiting.extendleft(reversed(lost))
-                    actors = [self._new() if other is actor else other for other in actors]
-                except RayTaskError as error:
-                    if isinstance(error.cause, EagleError):
-                        raise error.cause from None
-                    raise
-                else:
-                    yield unit, result
+            while left:
+                self._review()
+                self._staff()
+                self._assign()
+                self._metrics.set(queue=len(self._waiting) + len(self._suspects) + len(self._held))
+                owners = {ref: worker for worker in self._workers for ref in worker.calls}
+                if not owners:
+                    time.sleep(WAKE_S)
+                    continue
+                ready, _ = ray.wait(list(owners), num_returns=1, timeout=WAKE_S)
+                for ref in ready:
+                    for unit, result in self._collect(owners[ref], ref):
+                        left -= 1
+                        yield unit, result
         finally:
-            for actor in actors:
-                ray.kill(actor)
+            with ExitStack() as stack:  # each is ended, whatever another one's end raises
+                for worker in self._workers:
+                    stack.callback(_end, worker)
 
-    def _new(self) -> Any:
-        self._made += 1
-        return self._make(f"{self._name}-{self._made}")
+    def _staff(self) -> None:
+        """Fill the free slots while there is something to do, first with the fresh actors that trials need."""
+        if self._suspects and len(self._workers) == self._size:
+            for worker in self._workers:
+                if not worker.calls and not worker.trying:
+                    self._workers.remove(worker)
+                    _end(worker)
+                    break
+        while len(self._workers) < self._size and self._short_of_actors():
+            self._made += 1
+            worker = _Worker(self._make(f"{self._name}-{self._made}"), time.monotonic(), _alive())
+            self._workers.append(worker)
+            worker.calls[worker.member.actor.ready.remote()] = _Call(None)
+            if self._suspects:
+                worker.trying = self._suspects.popleft()
 
-    def _count_death(self, error: RayActorError, unit: Any, deaths: Counter[Any], constructor_deaths: int) -> int:
-        """1 if the actor died in its constructor. Raises WorkerError when a limit is reached."""
-        if getattr(error, "actor_init_failed", False):
-            if constructor_deaths + 1 >= MAX_CONSTRUCTOR_DEATHS:
-                raise WorkerError(
-                    f"{self._name}: {MAX_CONSTRUCTOR_DEATHS} actors failed to start. The last error: {error}"
-                )
-            return 1
-        if isinstance(error, ActorDiedError | ActorUnavailableError):
-            self.deaths += 1
-            deaths[unit] += 1
-        if deaths[unit] >= MAX_DEATHS_PER_UNIT:
+    def _short_of_actors(self) -> bool:
+        """Is there a trial without an actor, a unit that no idle one will take, or deaths that no newer actor can settle?"""
+        idle = sum(worker.units == 0 and not worker.trying for worker in self._workers)
+        newest = max((worker.made for worker in self._workers), default=0.0)
+        return bool(
+            self._suspects or len(self._waiting) > idle or any(job.deaths[-1].when > newest for job in self._held)
+        )
+
+    def _assign(self) -> None:
+        """Hand out work: one trial at a time, units in breadth first so that few units reach many actors.
+
+        Only to actors whose `ready` is here: queued behind it, a unit that kills at once takes its reply along (seen), and
+        looks like a failed start.
+        """
+        for worker in self._workers:
+            if worker.node and (job := worker.trying) and job.trial and not worker.units:
+                if job.trial.todo:
+                    sample = job.trial.todo[0]
+                    worker.trials += 1
+                    worker.calls[worker.member.actor.trial.remote(job.unit, sample)] = _Call(job, sample)
+                else:
+                    worker.trying = None
+                    self._held.append(job)
+        regular = [worker for worker in self._workers if worker.node and not worker.trying]
+        if self._suspects:
+            regular = regular[1:]  # the first runs dry and makes room for a fresh actor
+        starting = sum(not worker.node for worker in self._workers)
+        for depth in range(self._concurrency + 1):
+            for worker in regular:
+                spare = len(self._waiting) > (starting if depth >= self._concurrency else 0)
+                if spare and worker.units == depth and not worker.alone and (job := self._next(alone=depth == 0)):
+                    worker.calls[worker.member.actor.work.remote(job.unit, job.without)] = _Call(job)
+
+    def _next(self, *, alone: bool) -> _Job | None:
+        """The next waiting unit for an actor; with `alone`, for one that has no other call."""
+        for job in self._waiting:
+            if alone or not job.alone:
+                self._waiting.remove(job)
+                return job
+        return None
+
+    def _collect(self, worker: _Worker, ref: Any) -> list[tuple[Any, Any]]:
+        """The result of a finished call, if it is one of a unit; those of all calls of an actor that turns out dead."""
+        if ref not in worker.calls:
+            return []
+        try:
+            value = ray.get(ref)
+        except RayTaskError as error:  # first: Ray makes it look like its cause, too
+            if isinstance(error.cause, WorkerLost):
+                return self._bury(worker, error.cause, error.cause)
+            if isinstance(error.cause, EagleError):
+                raise error.cause from None
+            raise
+        except DEATHS as error:
+            return self._bury(worker, error)
+        except ObjectLostError:  # the call succeeded, then its node died with the result
+            call = worker.calls.pop(ref)
+            self._give_back([call.job] if call.job and call.sample is None else [])
+            return []
+        return self._accept(worker, worker.calls.pop(ref), value)
+
+    def _accept(self, worker: _Worker, call: _Call, value: Any) -> list[tuple[Any, Any]]:
+        if call.job is None:
+            worker.node = value
+            self._heard[value] = max(worker.made, self._heard.get(value, 0.0))
+            self._failed_starts = self._killed_starts = 0
+        elif call.sample is None:
+            return [(call.job.unit, value)]
+        elif call.job.trial:
+            call.job.trial.todo.popleft()
+            call.job.trial.deaths.pop(call.sample, None)
+        return []
+
+    def _bury(self, worker: _Worker, error: Exception, lost: WorkerLost | None = None) -> list[tuple[Any, Any]]:
+        """Remove a dead actor, blame what it was running, requeue; returns what it had finished before."""
+        self._workers.remove(worker)
+        _end(worker)  # one that is only out of reach must not keep its GPU
+        self.deaths += 1
+        self._metrics.add(deaths=1)
+        ray.wait(list(worker.calls), num_returns=len(worker.calls), timeout=AFTER_KILL_S)
+        finished, unfinished = [], []
+        for ref, call in worker.calls.items():
+            try:
+                finished += self._accept(worker, call, ray.get(ref, timeout=0))
+            except RayError:
+                unfinished.append(call)
+        jobs = [call.job for call in unfinished if call.job]
+        alive = _alive()
+        if not worker.node:
+            self._count_start(worker, error, alive)
+        else:
+            death = _Death((lost and lost.node) or worker.node, time.monotonic(), _short(error))
+            self._where[death.node] += 1
+            if death.node in alive and not (lost and lost.node_died):
+                self._blame(worker, jobs[: self._concurrency], death)
+        if worker.trying:
+            self._suspects.appendleft(worker.trying)
+        else:
+            self._give_back(jobs)
+        return finished
+
+    def _blame(self, worker: _Worker, jobs: list[_Job], death: _Death) -> None:
+        for job in jobs:
+            if not job.trial:
+                job.deaths.append(death)
+            elif worker.trials == 1:  # a sample that dies on a used actor is tried again on a fresh one
+                sample = job.trial.todo[0]
+                deaths = _standing([*job.trial.deaths.get(sample, []), death])
+                job.trial.deaths[sample] = deaths
+                if len(deaths) >= MAX_DEATHS:
+                    job.trial.todo.popleft()
+
+    def _give_back(self, jobs: list[_Job]) -> None:
+        """Requeue units, in order and before all others; those with too many deaths go on trial or to the review."""
+        self.retries += len(jobs)
+        self._metrics.add(retries=len(jobs))
+        for job in reversed(jobs):
+            job.deaths = _standing(job.deaths)
+            if len(job.deaths) < MAX_DEATHS:
+                self._waiting.appendleft(job)
+            elif self._samples is None or job.acquitted:
+                self._held.append(job)
+            else:
+                names = self._samples(job.unit)
+                job.trial = _Trial(deque(i for i, name in enumerate(names) if name not in job.without), {})
+                self._suspects.append(job)
+
+    def _review(self) -> None:
+        """Conclude what can be concluded about the held units. Raises WorkerError for one that dies as a whole."""
+        for job in list(self._held):
+            if job.trial is None:
+                self._review_unit(job)
+            else:
+                self._review_trial(job, job.trial)
+
+    def _review_unit(self, job: _Job) -> None:
+        job.deaths = _standing(job.deaths)
+        if len(job.deaths) < MAX_DEATHS:
+            self._held.remove(job)
+            self._waiting.appendleft(job)
+        elif self._settled(job.deaths):
+            why = "killed from outside, or out of memory"
+            if job.acquitted:
+                why = "it dies as a whole, but each of its samples survives alone: out of memory? Lower extract.tokens_per_batch"
             raise WorkerError(
-                f"{self._name}: unit {unit} was running in {MAX_DEATHS_PER_UNIT} actors that died (killed from outside, or "
-                f"out of memory). The last error: {error}. What was committed is kept: run the stage again to go on."
+                f"{self._name}: unit {job.unit} was running in {MAX_DEATHS} actors that died ({why}). The last error: "
+                f"{job.deaths[-1].error}. What was committed is kept: run the stage again to go on."
             )
-        return 0
 
-    @staticmethod
-    def _drop_calls(calls: dict[Any, tuple[Any, Any]], actor: Any) -> list[Any]:
-        """Forget the calls of a dead actor; their units, in order."""
-        lost = [(ref, unit) for ref, (owner, unit) in calls.items() if owner is actor]
-        for ref, _ in lost:
-            del calls[ref]
-        return [unit for _, unit in lost]
+    def _review_trial(self, job: _Job, trial: _Trial) -> None:
+        killers = {}
+        for sample, deaths in trial.deaths.items():
+            trial.deaths[sample] = _standing(deaths)
+            if len(trial.deaths[sample]) < MAX_DEATHS:
+                trial.todo.append(sample)
+            elif not self._settled(trial.deaths[sample]):
+                return
+            else:
+                killers[sample] = trial.deaths[sample][-1].error
+        self._held.remove(job)
+        if trial.todo:
+            self._suspects.append(job)
+            return
+        names = self._samples(job.unit) if self._samples else []
+        for sample, error in killers.items():
+            self.quarantined[names[sample]] = (
+                f"killed {MAX_DEATHS} fresh actors, each alone in it. The last error: {error}"
+            )
+        self._metrics.add(quarantined=len(killers))
+        job.without |= {names[sample] for sample in killers}
+        job.acquitted = not killers
+        job.deaths, job.trial = [], None
+        self._waiting.appendleft(job)
+
+    def _settled(self, deaths: list[_Death]) -> bool:
+        """Is it known that these actors died on nodes that lived on? (Those on dead nodes are not among them.)"""
+        now = time.monotonic()
+        return all(self._heard.get(d.node, 0.0) > d.when or now > d.when + self._node_news_s for d in deaths)
+
+    def _count_start(self, worker: _Worker, error: Exception, alive: frozenset[str]) -> None:
+        if getattr(error, "actor_init_failed", False):
+            self._failed_starts += 1
+            if self._failed_starts >= MAX_FAILED_STARTS:
+                raise WorkerError(
+                    f"{self._name}: {self._failed_starts} actors failed to start. The last error: {error}"
+                )
+        elif worker.nodes <= alive:  # else a node died meanwhile, perhaps its own
+            self._killed_starts += 1
+            if self._killed_starts >= max(MAX_KILLED_STARTS, 2 * self._size):
+                raise WorkerError(
+                    f"{self._name}: {self._killed_starts} actors in a row were killed while starting (out of memory? Ask for "
+                    f"fewer actors, or a smaller target.dtype). The last error: {error}"
+                )
+
+
+def _standing(deaths: list[_Death]) -> list[_Death]:
+    """Without those whose node is known to be dead by now."""
+    alive = _alive()
+    return [death for death in deaths if death.node in alive]
+
+
+def _alive() -> frozenset[str]:
+    return frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
+
+
+def _end(worker: _Worker) -> None:
+    try:
+        ray.kill(worker.member.actor)
+    finally:
+        worker.member.close()
+
+
+def _short(error: Exception) -> str:
+    """One line: Ray's errors may go on for a page."""
+    return " ".join(str(error).split())[:500]

@@ -17,7 +17,7 @@ from ray_eagle.conversations.conversation import Conversation, part_name, read_c
 from ray_eagle.conversations.prompts import Prompt, load_prompts
 from ray_eagle.conversations.template import render_next_turn, render_prompt
 from ray_eagle.errors import InputError
-from ray_eagle.pool import ActorPool
+from ray_eagle.pool import ActorPool, Member, this_node
 from ray_eagle.progress import Progress, Rate
 from ray_eagle.run import RunFolder
 from ray_eagle.stage import Outcome
@@ -50,8 +50,14 @@ class Generator:
         self.model.generation_config = GenerationConfig()
         self.context = facts.max_position_embeddings
 
-    def work(self, batch: Batch) -> list[dict[str, Any]]:
-        """One row a conversation, in the order of the batch; multi-turn prompts are answered turn by turn."""
+    def ready(self) -> str:
+        return this_node()
+
+    def work(self, batch: Batch, without: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
+        """One row a conversation, in the order of the batch; multi-turn prompts are answered turn by turn.
+
+        A batch cannot be taken apart, so nothing is ever left out (`without` is the pool's).
+        """
         chats = [_Chat(prompt, render_prompt(self.tokenizer, prompt.turns[0])) for prompt in batch.prompts]
         for turn in range(max(len(prompt.turns) for prompt in batch.prompts)):
             active = [chat for chat in chats if turn < len(chat.prompt.turns)]
@@ -139,13 +145,15 @@ def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progr
         ensure_resources({"CPU": settings.cpus, "GPU": settings.gpus}, settings.actors, config.ray.wait_s)
         actor = ray.remote(Generator)
         pool = ActorPool(
-            lambda name: actor.options(
-                name=name,
-                num_cpus=settings.cpus,
-                num_gpus=settings.gpus,
-                max_restarts=0,
-                max_task_retries=0,
-            ).remote(config.target, facts, settings, config.seed),
+            lambda name: Member(
+                actor.options(
+                    name=name,
+                    num_cpus=settings.cpus,
+                    num_gpus=settings.gpus,
+                    max_restarts=0,
+                    max_task_retries=0,
+                ).remote(config.target, facts, settings, config.seed)
+            ),
             settings.actors,
             "eagle-generate",
         )

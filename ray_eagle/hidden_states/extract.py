@@ -14,7 +14,7 @@ from ray_eagle.hidden_states.dataset import DatasetWriter, UnitRecord, write_sha
 from ray_eagle.hidden_states.plan import DatasetPlan, Unit, UnitPlan, plan_packs, plan_units, tokenise
 from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample
 from ray_eagle.metrics import Counters
-from ray_eagle.pool import ActorPool
+from ray_eagle.pool import ActorPool, Member, this_node
 from ray_eagle.progress import Progress, Rate
 from ray_eagle.run import Folder, RunFolder
 from ray_eagle.stage import Outcome
@@ -35,19 +35,30 @@ class Extractor:
         self.parts = find_parts(self.model)
         self.counters = Counters("extract")
 
-    def work(self, unit: Unit) -> UnitRecord:
+    def ready(self) -> str:
+        return this_node()
+
+    def trial(self, unit: Unit, sample: int) -> None:
+        """Capture one sample of a unit alone and throw it away: does it kill this actor?"""
+        for _ in self.capture(Unit(unit.index, unit.split, unit.samples[sample : sample + 1])):
+            pass
+
+    def work(self, unit: Unit, without: frozenset[str] = frozenset()) -> UnitRecord:
         """Capture a unit into one attempt file; returns the record that would commit it."""
         began = time.monotonic()
-        record = write_shard(self.folder, unit, self.capture(unit), self.facts.hidden_size, self.settings.state_dtype)
+        samples = self.capture(unit, without)
+        record = write_shard(self.folder, unit, samples, self.facts.hidden_size, self.settings.state_dtype)
         self.counters.add(samples=record.rows, tokens=record.tokens, bytes=record.bytes)
         record.made_by |= {"device": str(self.model.device), "seconds": round(time.monotonic() - began, 3)}
         return record
 
-    def capture(self, unit: Unit) -> Iterator[Sample]:
+    def capture(self, unit: Unit, without: frozenset[str] = frozenset()) -> Iterator[Sample]:
         """The samples of a unit with their states, one packed forward pass at a time."""
         dtype = STATE_DTYPES[self.settings.state_dtype][0]
         for pack in plan_packs([len(s.input_ids) for s in unit.samples], self.settings.tokens_per_batch):
-            chosen = [unit.samples[i] for i in pack]
+            chosen = [unit.samples[i] for i in pack if unit.samples[i].sample_id not in without]
+            if not chosen:
+                continue
             inputs = [(list(s.input_ids), list(s.loss_mask)) for s in chosen]
             for sample, states in zip(
                 chosen, capture_pack(self.parts, self.facts.aux_layers, inputs, dtype), strict=True
@@ -85,7 +96,12 @@ def extract(config: Config, run: RunFolder, facts: TargetFacts, progress: Progre
         progress.start("extract", total, "tokens", done=total - left)
         if waiting:
             ensure_resources({"CPU": settings.cpus, "GPU": settings.gpus}, settings.actors, config.ray.wait_s)
-            pool = ActorPool(_actor_maker(config, facts, folder), settings.actors, "eagle-extract")
+            pool = ActorPool(
+                _actor_maker(config, facts, folder),
+                settings.actors,
+                "eagle-extract",
+                samples=lambda unit: [sample.sample_id for sample in unit.samples],
+            )
             rate = Rate(total)
             for _, record in pool.run(waiting):
                 writer.commit(record)
@@ -136,7 +152,7 @@ def _actor_maker(config: Config, facts: TargetFacts, folder: Folder) -> Any:
     settings = config.extract
     actor = ray.remote(Extractor)
 
-    def make(name: str) -> Any:
+    def make(name: str) -> Member:
         options = {
             "name": name,
             "num_cpus": settings.cpus,
@@ -144,6 +160,6 @@ def _actor_maker(config: Config, facts: TargetFacts, folder: Folder) -> Any:
             "max_restarts": 0,
             "max_task_retries": 0,
         }
-        return actor.options(**options).remote(config.target, facts, settings, folder)
+        return Member(actor.options(**options).remote(config.target, facts, settings, folder))
 
     return make
