@@ -14,8 +14,8 @@ others, and replaces it. What it blames for a death decides what it sets aside, 
   runs without it. What a trial returns is thrown away; a unit is always made by `work`, so its bytes hang on no death.
 - A unit that dies three times, is acquitted sample by sample, and dies three times again, ends the run with its name.
 
-Three constructors that raise, or six actors (or two a slot) killed while starting, without a ready one between, end the
-run with the last error. So does, at once, an error of ours that a unit raises itself.
+Three constructors that raise without a ready actor between end the run with the last error; so do six actors (or two a
+slot) killed while starting without a ready one or a finished unit between, and at once an error of ours that a unit raises.
 """
 
 import time
@@ -276,6 +276,7 @@ class ActorPool:
             self._heard[value] = max(worker.made, self._heard.get(value, 0.0))
             self._failed_starts = self._killed_starts = 0
         elif call.sample is None:
+            self._killed_starts = 0  # some actor lives
             return [(call.job.unit, value)]
         elif call.job.trial:
             call.job.trial.todo.popleft()

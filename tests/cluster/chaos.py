@@ -36,8 +36,8 @@ from tests.ray.pipeline import TOPICS, tiny_config
 from tests.tiny import tiny_target
 
 ACTORS = 3
-ACTOR = "ray::Extractor"
-"""How the processes of extraction actors are called."""
+ACTOR = "Extractor"
+"""In the titles of the processes of extraction actors, starting or working."""
 STORE = 80 * 2**20
 GRACE_S = 20.0
 PATIENCE_S = 120.0
@@ -74,9 +74,13 @@ class Machines:
             head_node_args={"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False},
         )
         self.nodes = [self._add() for _ in range(2)]
+        self.spawned: list[subprocess.Popen[bytes]] = []
         return self
 
     def __exit__(self, *_: object) -> None:
+        for process in self.spawned:
+            process.kill()
+            process.wait()
         workers = self.workers("ray::")
         self.cluster.shutdown()
         deadline = time.monotonic() + 10
@@ -85,18 +89,26 @@ class Machines:
         for pid in left:
             os.kill(pid, signal.SIGKILL)
 
+    def spawn(self, folder: Path, stage: str, *words: str, log: Path) -> "subprocess.Popen[bytes]":
+        """`ray-eagle STAGE` with the settings of the folder, on this cluster; killed at the latest when that ends."""
+        env = {**os.environ, "RAY_ADDRESS": self.cluster.address, "OMP_WAIT_POLICY": "passive"}
+        command = [sys.executable, "-m", "ray_eagle", stage, "-c", str(folder / "run.yaml"), *words]
+        with log.open("wb") as file:
+            self.spawned.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file))
+        return self.spawned[-1]
+
     def _add(self) -> Any:
         return self.cluster.add_node(num_cpus=2, object_store_memory=STORE)
 
     def workers(self, name: str) -> list[int]:
-        """Pids of this cluster's own workers whose title starts with `name`: children of its raylets, of no other's."""
+        """Pids of this cluster's own workers whose title contains `name`: children of its raylets, of no other's."""
         raylets = {
             info.process.pid
             for node in (self.cluster.head_node, *self.cluster.worker_nodes)
             for info in node.all_processes["raylet"]
         }
         pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-        return sorted(pid for pid in pids if title(pid).startswith(name) and parent(pid) in raylets)
+        return sorted(pid for pid in pids if name in title(pid) and parent(pid) in raylets)
 
     def replace(self, index: int) -> None:
         """SIGKILL a node's raylet and all that belongs to it, then add a fresh node."""
@@ -116,7 +128,7 @@ class Driver:
         self.started += 1
         words = ["--run", str(self.folder / self.run), "--extract.actors", str(self.actors)]
         self.log = self.folder / f"{self.run}-{self.started}.log"
-        self.process = spawn(self.machines, self.folder, "extract", *words, log=self.log)
+        self.process = self.machines.spawn(self.folder, "extract", *words, log=self.log)
 
     def kill(self) -> None:
         self.process.kill()
@@ -206,7 +218,7 @@ def prepare(machines: Machines, folder: Path, conversations: int) -> None:
     )
     (folder / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     log = folder / "generate.log"
-    if spawn(machines, folder, "generate", "--run", str(folder / "calm"), log=log).wait(600):
+    if machines.spawn(folder, "generate", "--run", str(folder / "calm"), log=log).wait(600):
         raise Failed(f"generate: {log.read_text()[-3000:]}")
     shutil.copytree(folder / "calm" / "conversations", folder / "chaos" / "conversations")
 
@@ -234,13 +246,6 @@ def committed(run: Path) -> dict[int, bytes]:
     """Bytes of every committed shard, by unit."""
     states = RunFolder.open(str(run)).of("extract")
     return {unit: states.read_bytes(record.file) for unit, record in read_records(states, read_plan(states)).items()}
-
-
-def spawn(machines: Machines, folder: Path, *words: str, log: Path) -> "subprocess.Popen[bytes]":
-    env = {**os.environ, "RAY_ADDRESS": machines.cluster.address, "OMP_WAIT_POLICY": "passive"}
-    command = [sys.executable, "-m", "ray_eagle", words[0], "-c", str(folder / "run.yaml"), *words[1:]]
-    with log.open("wb") as file:
-        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
 
 
 def until(true: Callable[[], bool], seconds: float, complaint: str) -> None:
@@ -272,7 +277,6 @@ def main() -> None:
     parser.add_argument("--drivers", type=int, default=3, help="kills of the driver, besides")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cluster is taken down
     nodes = max(1, given.kills // 10) if given.nodes is None else given.nodes
     with tempfile.TemporaryDirectory(prefix="ray-eagle-chaos-") as folder:
         try:
