@@ -161,6 +161,35 @@ def verify_command(
             raise typer.Exit(1)
 
 
+@app.command(
+    "plan",
+    help="What will extraction cost in bytes, seconds and memory? Counts, and calibrates with the real actors for a minute.",
+    context_settings=ANY_SETTING,
+)
+def plan_command(
+    context: typer.Context,
+    config: ConfigFile = None,
+    preset: Preset = None,
+    seconds: Annotated[float, typer.Option(help="Length of the calibration; 0 only counts.")] = 60,
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    with _explained(debug):
+        loaded = load_config(config, preset, list(context.args)).config
+        from ray_eagle.hidden_states.forecast import forecast
+        from ray_eagle.preflight.checks import count_prompts
+        from ray_eagle.report.table import render_forecast
+
+        with _stdout_for_results() as out, _pipeline(loaded, False) as pipeline:
+            prompts = count_prompts(loaded.generate.prompts, loaded.generate.limit)
+            pipeline.connect()
+            found = forecast(pipeline.config, pipeline.run, pipeline.facts, prompts, pipeline.progress, seconds)
+            if json_output:
+                print(json.dumps(found.model_dump(mode="json")), file=out)
+            else:
+                Console(file=out, width=None if out.isatty() else 100).print(render_forecast(found))
+
+
 @config_app.command("show", help="Print every effective setting and where it came from.", context_settings=ANY_SETTING)
 def config_show(
     context: typer.Context,

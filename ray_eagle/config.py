@@ -93,10 +93,16 @@ class ExtractConfig(ActorConfig):
     """Token budget of one packed forward pass; samples are never padded."""
     unit_mib: Annotated[float, Field(gt=0)] = 512
     """Approximate size of one shard, the unit that is committed and redone."""
-    state_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """How states are stored."""
+    state_dtype: Literal["bfloat16", "float8", "float32"] = "bfloat16"
+    """How states are stored. float8: the aux states in e4m3, a scale per 128 channels; the last state in bfloat16."""
     max_length: Positive = 2048
     """Longer samples are cut here (their count is reported)."""
+    share: tuple[str, ...] = ()
+    """Other runs (folders or URIs): samples that they captured already are read there, not captured and stored again."""
+    stages: Positive = 1
+    """GPUs (or CPU actors) that one copy of the target is spread over, contiguous layers on each."""
+    split: tuple[Positive, ...] = ()
+    """Layers of each stage. Default: the split that evens out the compute."""
 
 
 class VocabConfig(Section):
@@ -265,6 +271,8 @@ class Config(Section):
     """Seed of everything random."""
     train_anyway: bool = False
     """Go on to train although the given drafter already pays, or no drafter can."""
+    allow_quarantine: bool = False
+    """Call extraction done although samples were set aside (NaN states, longer than the context, deadly to actors)."""
     target: TargetConfig = TargetConfig()
     drafter: DrafterConfig = DrafterConfig()
     ray: RayConfig = RayConfig()

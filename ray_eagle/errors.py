@@ -33,6 +33,10 @@ class OriginError(EagleError):
     """An artifact in the run folder was made from other settings or inputs than the ones in use now."""
 
 
+class QuarantineError(EagleError):
+    """Samples had to be set aside; everything else was done."""
+
+
 class WorkerError(EagleError):
     """Actors or workers died or failed more often than they may."""
 

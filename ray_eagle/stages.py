@@ -32,7 +32,7 @@ from ray_eagle.vocab import vocab
 ORDER = ("preflight", "breakeven", "probe-given", "generate", "extract", "vocab", "train", "probe", "report")
 MACHINE_ONLY = frozenset(
     {"actors", "cpus", "gpus", "workers", "cpus_per_worker", "report_every", "max_failures", "keep_checkpoints"}
-    | {"host", "port", "token", "start_s", "url"}
+    | {"host", "port", "token", "start_s", "url", "stages", "split", "share"}
 )
 """Settings that decide where and how fast, not what: changing them redoes nothing."""
 
@@ -81,6 +81,10 @@ class Pipeline:
         if self._facts is None:
             self._facts = read_facts(self.config.target)
         return self._facts
+
+    def connect(self) -> None:
+        """Join the cluster that the settings name."""
+        connect(self.config.ray)
 
     def stage(self, name: str, *, redo: bool = False) -> Outcome | None:
         """Run one stage, or say that it is done already (None). Raises OriginError when its folder was made otherwise."""

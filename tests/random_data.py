@@ -4,9 +4,11 @@ from pathlib import Path
 
 import torch
 
-from ray_eagle.hidden_states.dataset import DatasetWriter, write_shard
+from ray_eagle.hidden_states.dataset import DatasetWriter
 from ray_eagle.hidden_states.plan import DatasetPlan, TokenSample, Unit, UnitPlan, plan_units
+from ray_eagle.hidden_states.quantise import quantise
 from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample, sample_id
+from ray_eagle.hidden_states.shard import write_shard
 from ray_eagle.run import Folder
 
 
@@ -23,18 +25,26 @@ def random_tokens(generator: torch.Generator, vocab: int, longest: int = 40) -> 
 
 
 def random_states(generator: torch.Generator, row: TokenSample, hidden: int, dtype: torch.dtype, vocab: int) -> Sample:
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
+    """States for the tokens of a row, as `dtype` stores them."""
 
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    aux, scale = randn(len(row.input_ids), 3 * hidden), None
+    last = randn(row.teaching, hidden).to(torch.float32 if dtype == torch.float32 else torch.bfloat16)
+    if dtype == torch.float8_e4m3fn:
+        values, scales = zip(*(quantise(layer) for layer in aux.chunk(3, 1)), strict=True)
+        aux, scale = torch.cat([v.view(torch.uint8) for v in values], 1).view(dtype), torch.cat(scales, 1)
     return Sample(
         row.sample_id,
         row.source_id,
         torch.tensor(row.input_ids, dtype=torch.int32),
         torch.tensor(row.loss_mask, dtype=torch.uint8),
-        randn(len(row.input_ids), 3 * hidden),
-        randn(row.teaching, hidden),
+        aux.to(dtype),
+        last,
         torch.randint(0, vocab, (row.teaching,), generator=generator).int(),
-        randn(row.teaching).float(),
+        randn(row.teaching),
+        scale,
     )
 
 
@@ -51,14 +61,12 @@ def random_dataset(
             name, f"s{i}", ("train", "validation", "held_out")[i % 5 // 2], tuple(ids), tuple(mask)
         )
     folder = Folder.at(path)
-    units = plan_units(list(rows.values()), unit_bytes=6000, hidden_size=hidden, state_bytes=2, seed=seed)
+    units = plan_units(list(rows.values()), unit_bytes=6000, hidden_size=hidden, state_dtype=state_dtype, seed=seed)
     plan = make_plan(units, hidden=hidden, vocab=vocab, state_dtype=state_dtype)
     written: dict[str, Sample] = {}
     with DatasetWriter(folder, plan) as writer:
         for unit in units:
-            states = [
-                random_states(generator, row, hidden, STATE_DTYPES[state_dtype][0], vocab) for row in unit.samples
-            ]
+            states = [random_states(generator, row, hidden, STATE_DTYPES[state_dtype], vocab) for row in unit.samples]
             written |= {s.sample_id: s for s in states}
             writer.commit(write_shard(folder, unit, states, hidden, state_dtype))
     return folder, units, written

@@ -65,7 +65,7 @@ def slow_unroll(
     for number, sample in enumerate(samples):
         tokens, mask = sample.input_ids.tolist(), sample.loss_mask.tolist()
         teaching = [s for s in range(len(mask) - 1) if mask[s + 1]]
-        aux, last = sample.aux.double(), sample.last.double()
+        aux, last = sample.aux_states(torch.float64), sample.last.double()
         hidden = {t: drafter.fc.weight @ aux[t] for t in range(len(tokens))}
         base_keys: dict[int, tuple[Tensor, Tensor]] = {}
         own: dict[int, list[tuple[Tensor, Tensor]]] = {t: [] for t in range(len(tokens))}

@@ -1,10 +1,20 @@
-"""Tiny random models in Hugging Face form: a byte-level tokenizer with a chat template, and a Llama of any size."""
+"""Tiny random models in Hugging Face form: a byte-level tokenizer with a chat template, a Llama of any size, a Qwen3-MoE
+and a DeepSeek-V3."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
@@ -15,6 +25,7 @@ CHAT_TEMPLATE = (
 )
 SPECIALS = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 VOCAB = 256 + len(SPECIALS)
+ONE_FILE = "1GB"
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -37,10 +48,12 @@ def tiny_target(
     tie: bool = False,
     scale: float = 0.2,
     context: int = 512,
+    shard: str = ONE_FILE,
 ) -> Path:
     """A Llama with random weights (float32) and its tokenizer, saved to `folder`.
 
-    A larger `scale` makes the next token depend more on the context, so that greedy text does not loop at once.
+    A larger `scale` makes the next token depend more on the context, so that greedy text does not loop at once. `shard`
+    is the largest file of a checkpoint in several files.
     """
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -59,12 +72,80 @@ def tiny_target(
         pad_token_id=VOCAB - 5,
         bos_token_id=None,
     )
+    return _save(LlamaForCausalLM(config), folder, shard)
+
+
+def tiny_qwen3_moe(folder: Path, *, layers: int = 8, seed: int = 0, tie: bool = False, shard: str = ONE_FILE) -> Path:
+    """8 experts, 2 a token, in every layer but the first; grouped queries with norms."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=tie,
+        initializer_range=0.2,
+    )
+    return _save(Qwen3MoeForCausalLM(config), folder, shard)
+
+
+def tiny_deepseek_v3(folder: Path, *, layers: int = 8, seed: int = 0, tie: bool = False, shard: str = ONE_FILE) -> Path:
+    """Latent attention whose values are narrower than its queries, YaRN, two dense layers, then grouped and shared experts."""
+    torch.manual_seed(seed)
+    config = DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=2,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        max_position_embeddings=512,
+        tie_word_embeddings=tie,
+        initializer_range=0.2,
+    )
+    model = DeepseekV3ForCausalLM(config)
+    for layer in model.model.layers[2:]:
+        layer.mlp.gate.e_score_correction_bias.normal_(std=0.1)
+    return _save(model, folder, shard)
+
+
+def _save(model: Any, folder: Path, shard: str) -> Path:
+    """In float32, with the tokenizer and its ids."""
     tokenizer = tiny_tokenizer()
-    config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    model = LlamaForCausalLM(config).float()
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    model.float().save_pretrained(folder, max_shard_size=shard)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -82,7 +82,7 @@ def channel_rms(samples: HiddenStates, most: int = 64) -> Tensor:
 
     (Targets keep a huge state there, whatever the token is.) Samples of one token alone give ones.
     """
-    aux_TC = torch.cat([samples[i].aux[1:].float() for i in range(min(most, len(samples)))])
+    aux_TC = torch.cat([samples[i].aux_states(torch.float32)[1:] for i in range(min(most, len(samples)))])
     return aux_TC.square().mean(0).sqrt().clamp(min=1e-3) if len(aux_TC) else torch.ones(aux_TC.shape[1])
 
 

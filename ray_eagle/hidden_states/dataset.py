@@ -4,52 +4,23 @@ An actor writes `unit-N.<attempt>.arrow` to its end and syncs it. The one driver
 `unit-N.json`, the record that names the file. What no record names does not exist: the holder of the lock sweeps it.
 """
 
-import hashlib
 import json
 import os
 import secrets
 import socket
-from collections import Counter
-from collections.abc import Iterable
+import time
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from ray_eagle.errors import DatasetError
-from ray_eagle.hidden_states.plan import DatasetPlan, Unit
-from ray_eagle.hidden_states.schema import Sample, encode, schema
+from ray_eagle.hidden_states.plan import FORMAT, DatasetPlan
+from ray_eagle.hidden_states.shard import UnitRecord, sync
 from ray_eagle.run import Folder, content_hash
 
 PLAN = "dataset.json"
 LOCK = "lock.json"
-
-
-class UnitRecord(BaseModel):
-    """What a committed unit holds, and where it was made."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    unit: int
-    file: str
-    rows: int
-    tokens: int
-    supervised_tokens: int
-    """Tokens that the assistant wrote and a position predicts."""
-    bytes: int
-    checksum: str
-    """BLAKE2 of the whole file; each row carries one of its own."""
-    token_ids: list[int]
-    """Supervised tokens that occur, ascending,"""
-    token_counts: list[int]
-    """and how often each does."""
-    made_by: dict[str, Any]
-    seal: str = ""
-    """Hash of all of the above, set on commit: a damaged record is told from an intact one."""
-
-    def expected_seal(self) -> str:
-        return content_hash(self.model_dump(mode="json", exclude={"seal"}))
+SETTLE_S = 2.0
 
 
 def record_name(unit: int) -> str:
@@ -57,15 +28,28 @@ def record_name(unit: int) -> str:
 
 
 def read_plan(folder: Folder) -> DatasetPlan:
-    """Raises DatasetError when there is no dataset, or one of another format."""
+    """Raises DatasetError when there is no dataset, a damaged one, or one of another format."""
     if not folder.exists(PLAN):
         raise DatasetError(f"{folder.path}: expected a dataset with {PLAN}, found none. Run `ray-eagle extract` first.")
+    where, way_out = folder.file(PLAN), "Redo it: `ray-eagle extract --redo`."
+    stored = folder.read_json(PLAN)
+    seal = stored.pop("seal", None)
+    if stored.get("format") != FORMAT:
+        raise DatasetError(f"{where}: expected format {FORMAT}, found {stored.get('format')}. {way_out}")
+    if seal != content_hash(stored):
+        raise DatasetError(f"{where} is damaged: its content does not match its seal. {way_out}")
     try:
-        return DatasetPlan.model_validate(folder.read_json(PLAN))
+        return DatasetPlan.model_validate(stored)
     except ValidationError as error:
         raise DatasetError(
-            f"{folder.file(PLAN)} is damaged: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}."
+            f"{where} is damaged: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}. {way_out}"
         ) from None
+
+
+def write_plan(folder: Folder, plan: DatasetPlan) -> None:
+    """dataset.json, sealed."""
+    content = plan.model_dump(mode="json")
+    folder.write_json(PLAN, {**content, "seal": content_hash(content)})
 
 
 def read_records(folder: Folder, plan: DatasetPlan) -> dict[int, UnitRecord]:
@@ -90,41 +74,9 @@ def parse_record(data: bytes) -> UnitRecord:
         record = UnitRecord.model_validate_json(data)
     except ValidationError as error:
         raise ValueError(error.errors()[0]["msg"]) from None
-    if record.seal != record.expected_seal():
+    if record.seal != record.expected_seal() or record.model_dump_json().encode() != data:
         raise ValueError("its content does not match its seal")
     return record
-
-
-def write_shard(
-    folder: Folder, unit: Unit, samples: Iterable[Sample], hidden_size: int, state_dtype: str
-) -> UnitRecord:
-    """Write one attempt at a unit to its end, sync it, and return the record that would commit it."""
-    kind = schema(hidden_size, state_dtype)
-    name = f"unit-{unit.index:05d}.{secrets.token_hex(4)}.arrow"
-    rows = tokens = 0
-    counts: Counter[int] = Counter()
-    with folder.fs.open_output_stream(folder.file(name)) as stream:
-        hashing = _HashingStream(stream)
-        with pa.ipc.new_file(pa.PythonFile(hashing, "w"), kind) as writer:
-            for sample in samples:
-                writer.write_batch(encode(sample, kind))
-                rows, tokens = rows + 1, tokens + len(sample.input_ids)
-                counts.update(sample.input_ids[1:][sample.loss_mask[1:].bool()].tolist())
-    if folder.is_local:
-        _sync(Path(folder.file(name)))
-    ids = sorted(counts)
-    return UnitRecord(
-        unit=unit.index,
-        file=name,
-        rows=rows,
-        tokens=tokens,
-        supervised_tokens=counts.total(),
-        bytes=hashing.size,
-        checksum=hashing.digest.hexdigest(),
-        token_ids=ids,
-        token_counts=[counts[i] for i in ids],
-        made_by={"host": socket.gethostname(), "pid": os.getpid()},
-    )
 
 
 def refuse_if_locked(folder: Folder) -> None:
@@ -160,7 +112,7 @@ class DatasetWriter:
                         "Use another run folder, or redo it: `ray-eagle extract --redo`."
                     )
             else:
-                self.folder.write_json(PLAN, self.plan.model_dump())
+                write_plan(self.folder, self.plan)
             self.records = read_records(self.folder, self.plan)
             self._sweep()
         except BaseException:
@@ -174,7 +126,7 @@ class DatasetWriter:
     def commit(self, record: UnitRecord) -> None:
         """Make an attempt exist. A unit is committed once; raises DatasetError for a second time."""
         record.seal = record.expected_seal()
-        text = record.model_dump_json(indent=1).encode()
+        text = record.model_dump_json().encode()
         if not _create(self.folder, record_name(record.unit), text):
             raise DatasetError(
                 f"{self.folder.file(record_name(record.unit))} exists already: unit {record.unit} was committed twice."
@@ -182,41 +134,33 @@ class DatasetWriter:
         self.records[record.unit] = record
 
     def _lock(self) -> None:
-        mine = {"host": socket.gethostname(), "pid": os.getpid(), "started": _process_start(os.getpid())}
+        mine = json.dumps(
+            {
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "started": _process_start(os.getpid()),
+                "nonce": secrets.token_hex(8),
+            }
+        ).encode()
         for _ in range(2):
-            if _create(self.folder, LOCK, json.dumps(mine).encode()):
+            if _create(self.folder, LOCK, mine) and self._settled(mine):
                 return
             refuse_if_locked(self.folder)
             self.folder.delete_file(LOCK)
         raise DatasetError(f"{self.folder.file(LOCK)}: another driver took the lock. Wait for it.")
+
+    def _settled(self, mine: bytes) -> bool:
+        """An object store has no create-if-absent: of two drivers that saw no lock, the last to write it has it."""
+        if self.folder.is_local:
+            return True
+        time.sleep(SETTLE_S)
+        return self.folder.read_bytes(LOCK) == mine
 
     def _sweep(self) -> None:
         named = {record.file for record in self.records.values()}
         for name in self.folder.names():
             if (name.endswith(".arrow") and name not in named) or name.endswith(".tmp"):
                 self.folder.delete_file(name)
-
-
-class _HashingStream:
-    """Passes bytes on and keeps their hash and number."""
-
-    closed = False
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-        self.digest = hashlib.blake2b(digest_size=16)
-        self.size = 0
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        self.size += memoryview(data).nbytes
-        self.stream.write(data)
-        return memoryview(data).nbytes
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def _create(folder: Folder, name: str, data: bytes) -> bool:
@@ -234,16 +178,8 @@ def _create(folder: Folder, name: str, data: bytes) -> bool:
         return False
     finally:
         folder.delete_file(temporary)
-    _sync(Path(folder.path))
+    sync(Path(folder.path))
     return True
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _process_start(pid: int) -> str | None:

@@ -8,9 +8,9 @@ from pydantic import BaseModel
 
 from ray_eagle.conversations.conversation import Conversation
 from ray_eagle.conversations.prompts import Split
-from ray_eagle.hidden_states.schema import sample_id
+from ray_eagle.hidden_states.schema import sample_bytes, sample_id
 
-FORMAT = "ray_eagle.hidden_states/1"
+FORMAT = "ray_eagle.hidden_states/2"
 LAYER_CONVENTION = "output of layer L, 0-based"
 
 
@@ -37,9 +37,22 @@ class Unit:
     index: int
     split: Split
     samples: tuple[TokenSample, ...]
+    lender: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(sample.input_ids) for sample in self.samples)
 
     def __str__(self) -> str:
         return f"{self.index} ({len(self.samples)} samples)"
+
+
+class Quarantined(BaseModel):
+    """A sample that was set aside."""
+
+    sample_id: str
+    source_id: str
+    reason: str
 
 
 class UnitPlan(BaseModel):
@@ -47,6 +60,8 @@ class UnitPlan(BaseModel):
     samples: list[str]
     """sample_id of each row, in order."""
     tokens: int
+    lender: str | None = None
+    """Another dataset's folder that holds these rows already: they are read there, and not captured again."""
 
 
 class DatasetPlan(BaseModel):
@@ -69,6 +84,8 @@ class DatasetPlan(BaseModel):
     units: list[UnitPlan]
     rejected: list[dict[str, str]]
     """Conversations without a row, each with its reason."""
+    quarantined: list[Quarantined] = []
+    """Samples that the target cannot read: longer than its context."""
 
 
 def tokenise(conversations: list[Conversation], max_length: int) -> tuple[list[TokenSample], list[dict[str, str]], int]:
@@ -92,30 +109,52 @@ def tokenise(conversations: list[Conversation], max_length: int) -> tuple[list[T
     return list(samples.values()), rejected, cut
 
 
+def set_aside_longer(samples: list[TokenSample], context: int) -> tuple[list[TokenSample], list[Quarantined]]:
+    """Samples that fit the target's context, and those that do not."""
+    kept = [s for s in samples if len(s.input_ids) <= context]
+    longer = [
+        Quarantined(
+            sample_id=s.sample_id,
+            source_id=s.source_id,
+            reason=f"{len(s.input_ids)} tokens, the target's context is {context}: lower extract.max_length to cut it",
+        )
+        for s in samples
+        if len(s.input_ids) > context
+    ]
+    return kept, longer
+
+
 def plan_units(
-    samples: list[TokenSample], *, unit_bytes: float, hidden_size: int, state_bytes: int, seed: int
+    samples: list[TokenSample],
+    *,
+    unit_bytes: float,
+    hidden_size: int,
+    state_dtype: str,
+    seed: int,
+    lent: dict[str, str] | None = None,
 ) -> list[Unit]:
-    """Units of one split each: a seeded random mixture of about `unit_bytes`, sorted by length inside."""
+    """Units of one split and one lender each: a seeded random mixture of about `unit_bytes`, sorted by length inside.
+
+    `lent` maps a sample_id to the folder of the dataset that holds it already.
+    """
+    lent = lent or {}
     units: list[Unit] = []
     for split in ("train", "validation", "held_out"):
-        rows = sorted((s for s in samples if s.split == split), key=lambda s: s.sample_id)
-        random.Random(f"{seed} {split}").shuffle(rows)
-        group: list[TokenSample] = []
-        size = 0
-        for row in rows:
-            size += sample_bytes(len(row.input_ids), row.teaching, hidden_size, state_bytes)
-            group.append(row)
-            if size >= unit_bytes:
-                units.append(_unit(len(units), split, group))
-                group, size = [], 0
-        if group:
-            units.append(_unit(len(units), split, group))
+        for lender in (None, *sorted(set(lent.values()))):
+            rows = [s for s in samples if s.split == split and lent.get(s.sample_id) == lender]
+            rows.sort(key=lambda s: s.sample_id)
+            random.Random(f"{seed} {split}").shuffle(rows)
+            group: list[TokenSample] = []
+            size = 0
+            for row in rows:
+                size += sample_bytes(len(row.input_ids), row.teaching, hidden_size, state_dtype)
+                group.append(row)
+                if size >= unit_bytes:
+                    units.append(_unit(len(units), split, group, lender))
+                    group, size = [], 0
+            if group:
+                units.append(_unit(len(units), split, group, lender))
     return units
-
-
-def sample_bytes(tokens: int, teaching: int, hidden_size: int, state_bytes: int) -> int:
-    """Payload of one row: aux everywhere, last with top-1 and log-sum-exp where a teacher is, ids and mask."""
-    return tokens * (3 * hidden_size * state_bytes + 5) + teaching * (hidden_size * state_bytes + 8)
 
 
 def plan_packs(lengths: list[int], budget: int) -> list[list[int]]:
@@ -132,5 +171,5 @@ def plan_packs(lengths: list[int], budget: int) -> list[list[int]]:
     return packs
 
 
-def _unit(index: int, split: Any, group: list[TokenSample]) -> Unit:
-    return Unit(index, split, tuple(sorted(group, key=lambda s: (len(s.input_ids), s.sample_id))))
+def _unit(index: int, split: Any, group: list[TokenSample], lender: str | None) -> Unit:
+    return Unit(index, split, tuple(sorted(group, key=lambda s: (len(s.input_ids), s.sample_id))), lender)

@@ -1,14 +1,40 @@
-"""Read a dataset: random access by sample, memory-mapped where files are local, views instead of copies."""
+"""Read a dataset: any sample by its number, as views of what was read.
 
-from collections.abc import Iterator
+Local files are memory-mapped. On network filesystems, where a page of a map that vanished kills the process, and on object
+stores, each row is one positional read. `batches` reads ahead into buffers that are used again and again.
+"""
+
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import torch
+import xxhash
 
 from ray_eagle.conversations.prompts import Split
 from ray_eagle.errors import DatasetError
 from ray_eagle.hidden_states.dataset import read_plan, read_records, record_name
-from ray_eagle.hidden_states.schema import Sample, decode
+from ray_eagle.hidden_states.schema import Sample, decode, schema
+from ray_eagle.hidden_states.shard import RowRecord
 from ray_eagle.run import Folder
+
+ALIGN = 64
+"""Bytes: where Arrow aligns a row's buffers in its file, and therefore in ours."""
+NETWORK = ("nfs", "cifs", "smb", "lustre", "ceph", "gpfs", "beegfs", "glusterfs", "9p", "fuse")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row and where it lies."""
+
+    file: str
+    record: RowRecord
 
 
 class HiddenStates:
@@ -19,44 +45,217 @@ class HiddenStates:
         self.folder = folder
         self.plan = read_plan(folder)
         self.records = read_records(folder, self.plan)
-        self._rows: list[tuple[int, int]] = []
+        self.rows: list[Row] = []
         for index, unit in enumerate(self.plan.units):
             if unit.split == split:
                 if index not in self.records:
                     raise DatasetError(
                         f"{folder.file(record_name(index))} is missing: unit {index} was never committed. Run `ray-eagle verify {folder.path} --repair`, then `ray-eagle extract`."
                     )
-                self._rows += [(index, row) for row in range(self.records[index].rows)]
-        self._open: dict[int, pa.ipc.RecordBatchFileReader] = {}
+                self.rows += [Row(self.records[index].file, row) for row in self.records[index].rows]
+        self._schema = schema(self.plan.hidden_size, self.plan.state_dtype)
+        self._files: dict[str, _File] = {}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:
-        """Sample number `index`; its tensors are read-only views of the file."""
-        unit, row = self._rows[index]
-        return decode(self._reader(unit).get_batch(row))
-
-    def lengths(self) -> list[int]:
-        """Tokens of each sample, from the ids alone."""
-        return [len(self._reader(unit).get_batch(row).column("input_ids")[0]) for unit, row in self._rows]
+        """Sample number `index`; its tensors are read-only views of the file, or of the bytes that were read."""
+        row = self.rows[index]
+        return self._decode(self._file(row).read(row.record), row)
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))
 
-    def _reader(self, unit: int) -> pa.ipc.RecordBatchFileReader:
-        if unit not in self._open:
-            self._open[unit] = open_shard(self.folder, self.records[unit].file)
-        return self._open[unit]
+    def lengths(self) -> list[int]:
+        """Tokens of each sample, without reading it."""
+        return [row.record.tokens for row in self.rows]
+
+    def check(self, index: int) -> None:
+        """Raises DatasetError when the bytes of a sample are not the ones that were written."""
+        row = self.rows[index]
+        found = xxhash.xxh3_128_hexdigest(self._file(row).read(row.record))
+        if found != row.record.checksum:
+            raise DatasetError(
+                f"{row.file}, sample {row.record.sample_id}: checksum {row.record.checksum} was stored, {found} found. Run "
+                f"`ray-eagle verify {self.folder.path} --repair`, then `ray-eagle extract`."
+            )
+
+    def batches(
+        self, groups: Iterable[list[int]], *, ahead: int = 2, threads: int = 2, pin: bool = False
+    ) -> Iterator[list[Sample]]:
+        """The samples of each group of numbers, while `threads` read up to `ahead` groups ahead.
+
+        The tensors live in a buffer that is filled again: they are valid until the next group is asked for. With `pin` the
+        buffers are page-locked, so that copies to a GPU may run aside.
+        """
+        with ThreadPoolExecutor(threads, thread_name_prefix="eagle-read") as pool:
+            free = deque(_Buffer(pin) for _ in range(ahead + 1))
+            loading: deque[tuple[_Buffer, list[int], list[Future[None]]]] = deque()
+            waiting = iter(groups)
+
+            def start_next() -> None:
+                group = next(waiting, None)
+                if group is not None:
+                    buffer = free.popleft()
+                    rows = [self.rows[i] for i in group]
+                    buffer.lay_out([row.record for row in rows])
+                    files = [self._file(row) for row in rows]
+                    reads = [
+                        pool.submit(file.read_into, row.record, part)
+                        for file, row, part in zip(files, rows, buffer.parts, strict=True)
+                    ]
+                    loading.append((buffer, group, reads))
+
+            try:
+                for _ in range(ahead + 1):
+                    start_next()
+                while loading:
+                    buffer, group, reads = loading.popleft()
+                    for read in reads:
+                        read.result()
+                    rows = [self.rows[i] for i in group]
+                    yield [self._decode(pa.py_buffer(part), row) for part, row in zip(buffer.parts, rows, strict=True)]
+                    free.append(buffer)
+                    start_next()
+            finally:
+                for _, _, reads in loading:
+                    for read in reads:
+                        read.cancel()
+
+    def _file(self, row: Row) -> "_File":
+        if row.file not in self._files:
+            folder, name = locate(self.folder, row.file)
+            self._files[row.file] = open_file(folder, name)
+        return self._files[row.file]
+
+    def _decode(self, message: Any, row: Row) -> Sample:
+        try:
+            return decode(pa.ipc.read_record_batch(message, self._schema))
+        except (pa.ArrowInvalid, OSError, UnicodeDecodeError, RuntimeError) as error:
+            raise damaged(row.file, f"sample {row.record.sample_id}: {error}", self.folder) from None
 
 
-def open_shard(folder: Folder, name: str) -> pa.ipc.RecordBatchFileReader:
-    """An Arrow file, memory-mapped when local. Raises DatasetError when it is missing or damaged."""
+def locate(folder: Folder, file: str) -> tuple[Folder, str]:
+    """The folder and name of a shard: in the dataset's own folder, or in its lender's."""
+    if "/" not in file:
+        return folder, file
+    lender, _, name = file.rpartition("/")
+    return Folder.at(lender), name
+
+
+def open_file(folder: Folder, name: str) -> "_File":
+    """A shard for reading. Raises DatasetError when it is missing or empty."""
     path = folder.file(name)
     try:
-        source = pa.memory_map(path) if folder.is_local else folder.fs.open_input_file(path)
-        return pa.ipc.open_file(source)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DatasetError(
-            f"shard {path} cannot be read ({error}). Run `ray-eagle verify {folder.path} --repair`, then `ray-eagle extract`."
-        ) from None
+        if not folder.is_local:
+            return _Remote(folder.fs.open_input_file(path), path, folder)
+        return _Positional(path, folder) if on_network(Path(path)) else _Mapped(path, folder)
+    except (OSError, ValueError) as error:
+        raise damaged(path, str(error), folder) from None
+
+
+def damaged(path: str, reason: str, folder: Folder) -> DatasetError:
+    return DatasetError(
+        f"shard {path} cannot be read ({reason}). Run `ray-eagle verify {folder.path} --repair`, then `ray-eagle extract`."
+    )
+
+
+def on_network(path: Path, mounts: str | None = None) -> bool:
+    """Whether a file lies on a network filesystem, by the mount that holds it (/proc/self/mounts)."""
+    if mounts is None:
+        source = Path("/proc/self/mounts")
+        mounts = source.read_text() if source.exists() else ""
+    best, kind = -1, ""
+    for line in mounts.splitlines():
+        _, point, fstype, *_ = line.split(" ")
+        point = point.replace("\\040", " ")
+        if path.is_relative_to(point) and len(point) > best:
+            best, kind = len(point), fstype
+    return kind.startswith(NETWORK)
+
+
+class _File:
+    """A shard that rows are read from."""
+
+    def read(self, row: RowRecord) -> pa.Buffer:
+        """The row's message. Raises DatasetError when the file is too short."""
+        raise NotImplementedError
+
+    def read_into(self, row: RowRecord, part: memoryview) -> None:
+        """Read the row's message to where it shall lie."""
+        raise NotImplementedError
+
+
+class _Positional(_File):
+    def __init__(self, path: str, folder: Folder) -> None:
+        self.path, self.folder = path, folder
+        self.handle = os.open(path, os.O_RDONLY)
+
+    def read(self, row: RowRecord) -> pa.Buffer:
+        message = pa.allocate_buffer(row.bytes)
+        self.read_into(row, memoryview(message).cast("B"))
+        return message
+
+    def read_into(self, row: RowRecord, part: memoryview) -> None:
+        done = 0
+        while done < row.bytes:
+            count = os.preadv(self.handle, [part[done:]], row.start + done)
+            if not count:
+                raise damaged(self.path, f"sample {row.sample_id} is cut off", self.folder)
+            done += count
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            os.close(self.handle)
+
+
+class _Mapped(_Positional):
+    """Views of the page cache for single rows; batches are read, since faulting pages in one by one is slower."""
+
+    def __init__(self, path: str, folder: Folder) -> None:
+        super().__init__(path, folder)
+        self.map = pa.py_buffer(mmap.mmap(self.handle, 0, prot=mmap.PROT_READ))
+
+    def read(self, row: RowRecord) -> pa.Buffer:
+        if row.start + row.bytes > len(self.map):
+            raise damaged(self.path, f"sample {row.sample_id} is cut off", self.folder)
+        return self.map.slice(row.start, row.bytes)
+
+
+class _Remote(_File):
+    def __init__(self, file: Any, path: str, folder: Folder) -> None:
+        self.file, self.path, self.folder = file, path, folder
+
+    def read(self, row: RowRecord) -> pa.Buffer:
+        try:
+            message = pa.py_buffer(self.file.read_at(row.bytes, row.start))
+        except OSError as error:
+            raise damaged(self.path, str(error), self.folder) from None
+        if len(message) != row.bytes:
+            raise damaged(self.path, f"sample {row.sample_id} is cut off", self.folder)
+        return message
+
+    def read_into(self, row: RowRecord, part: memoryview) -> None:
+        part[:] = memoryview(self.read(row)).cast("B")
+
+
+class _Buffer:
+    """Memory for the rows of one group, used again and grown when a group needs more."""
+
+    def __init__(self, pin: bool) -> None:
+        self.pin = pin
+        self.parts: list[memoryview] = []
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def lay_out(self, rows: list[RowRecord]) -> None:
+        """Give each row a place, aligned as it is in its file."""
+        starts, end = [], 0
+        for row in rows:
+            starts.append(end + row.start % ALIGN)
+            end = -(-(starts[-1] + row.bytes) // ALIGN) * ALIGN
+        if len(self._memory) < end + ALIGN:
+            self._memory = torch.empty(end + end // 4 + ALIGN, dtype=torch.uint8, pin_memory=self.pin)
+        base = -self._memory.data_ptr() % ALIGN
+        whole = memoryview(self._memory.numpy())
+        self.parts = [whole[base + s : base + s + row.bytes] for s, row in zip(starts, rows, strict=True)]

@@ -1,4 +1,8 @@
-"""One row is one sample, unpadded, in a record batch of its own; 16-bit floats are stored as their bits (uint16)."""
+"""One row is one sample, unpadded, in a record batch of its own; 16-bit floats are stored as their bits (uint16).
+
+A shard is a plain Arrow file. The record beside it also knows where each row's message lies and its checksum, so a row is one
+read of contiguous bytes on any filesystem, and the tensors are views of what was read.
+"""
 
 import hashlib
 from dataclasses import dataclass
@@ -8,11 +12,12 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ray_eagle.errors import DatasetError
+from ray_eagle.hidden_states.quantise import dequantise, groups
 
-STATE_DTYPES = {"bfloat16": (torch.bfloat16, pa.uint16()), "float32": (torch.float32, pa.float32())}
-PAYLOAD = ("input_ids", "loss_mask", "aux", "last", "top1", "lse")
-"""The columns that the checksum of a row covers, in order, after sample_id and source_id."""
+STATE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
+"""Of `aux`. `last` is float32 where aux is, else bfloat16."""
+AUX_LAYERS = 3
+_BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -33,31 +38,56 @@ class Sample:
     """[S] int32: the teacher's choice over the whole vocabulary."""
     lse: Tensor
     """[S] float32: its log-sum-exp."""
+    aux_scale: Tensor | None = None
+    """[T, 3G] uint8 with float8 aux states, else None."""
+
+    def aux_states(self, dtype: torch.dtype | None = None) -> Tensor:
+        """[T, 3H] aux states as numbers: in `dtype`, or as stored (bfloat16 for float8)."""
+        return aux_states(self.aux, self.aux_scale, dtype)
+
+
+def aux_states(aux_TC: Tensor, scale_TG: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """[T, 3H] aux states as numbers, wherever the tensors are; dequantised when they come with scales [T, 3G]."""
+    if scale_TG is None:
+        return aux_TC if dtype is None else aux_TC.to(dtype)
+    layers = zip(aux_TC.chunk(AUX_LAYERS, 1), scale_TG.chunk(AUX_LAYERS, 1), strict=True)
+    return torch.cat([dequantise(values, scales, dtype or torch.bfloat16) for values, scales in layers], dim=1)
+
+
+def last_dtype(state_dtype: str) -> torch.dtype:
+    """How `last` is stored."""
+    return torch.float32 if state_dtype == "float32" else torch.bfloat16
 
 
 def schema(hidden_size: int, state_dtype: str) -> pa.Schema:
     """The Arrow schema of a shard."""
-    value = STATE_DTYPES[state_dtype][1]
 
-    def rows(width: int) -> pa.DataType:
+    def rows(value: pa.DataType, width: int) -> pa.DataType:
         return pa.large_list(pa.field("item", pa.list_(pa.field("item", value, nullable=False), width), nullable=False))
 
     def values(kind: pa.DataType) -> pa.DataType:
         return pa.list_(pa.field("item", kind, nullable=False))
 
-    return pa.schema(
-        [
-            pa.field("sample_id", pa.string(), nullable=False),
-            pa.field("source_id", pa.string(), nullable=False),
-            pa.field("input_ids", values(pa.int32()), nullable=False),
-            pa.field("loss_mask", values(pa.uint8()), nullable=False),
-            pa.field("aux", rows(3 * hidden_size), nullable=False),
-            pa.field("last", rows(hidden_size), nullable=False),
-            pa.field("top1", values(pa.int32()), nullable=False),
-            pa.field("lse", values(pa.float32()), nullable=False),
-            pa.field("checksum", pa.string(), nullable=False),
-        ]
-    )
+    aux = {"float8": pa.uint8(), "bfloat16": pa.uint16(), "float32": pa.float32()}[state_dtype]
+    last = pa.float32() if state_dtype == "float32" else pa.uint16()
+    columns = {
+        "sample_id": pa.string(),
+        "source_id": pa.string(),
+        "input_ids": values(pa.int32()),
+        "loss_mask": values(pa.uint8()),
+        "aux": rows(aux, AUX_LAYERS * hidden_size),
+    }
+    if state_dtype == "float8":
+        columns["aux_scale"] = rows(pa.uint8(), AUX_LAYERS * groups(hidden_size))
+    columns |= {"last": rows(last, hidden_size), "top1": values(pa.int32()), "lse": values(pa.float32())}
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns.items()])
+
+
+def sample_bytes(tokens: int, teaching: int, hidden_size: int, state_dtype: str) -> int:
+    """Payload of one row: aux everywhere, last with top-1 and log-sum-exp where a teacher is, ids and mask."""
+    aux = AUX_LAYERS * hidden_size * STATE_DTYPES[state_dtype].itemsize
+    scales = AUX_LAYERS * groups(hidden_size) if state_dtype == "float8" else 0
+    return tokens * (aux + scales + 5) + teaching * (hidden_size * last_dtype(state_dtype).itemsize + 8)
 
 
 def sample_id(input_ids: list[int], loss_mask: list[int]) -> str:
@@ -67,46 +97,32 @@ def sample_id(input_ids: list[int], loss_mask: list[int]) -> str:
 
 
 def encode(sample: Sample, kind: pa.Schema) -> pa.RecordBatch:
-    """One record batch of one row, its checksum included."""
-    columns = {name: _bits(getattr(sample, name)) for name in PAYLOAD}
+    """One record batch of one row; its arrays are views of the sample's tensors."""
     arrays: list[pa.Array] = []
     for field in kind:
-        if field.name in ("sample_id", "source_id"):
-            arrays.append(pa.array([getattr(sample, field.name)], pa.string()))
-        elif field.name == "checksum":
-            arrays.append(pa.array([_checksum(sample.sample_id, sample.source_id, columns)], pa.string()))
-        else:
-            arrays.append(_one_list(columns[field.name], field.type))
+        value = getattr(sample, field.name)
+        arrays.append(pa.array([value], field.type) if isinstance(value, str) else _one_list(_bits(value), field.type))
     return pa.RecordBatch.from_arrays(arrays, schema=kind)
 
 
-def decode(batch: pa.RecordBatch, *, check: bool = False) -> Sample:
-    """The sample of a one-row batch as zero-copy views. With `check`, raises DatasetError when the checksum is off."""
-    columns = {name: _flat(batch.column(name)) for name in PAYLOAD}
-    names = batch.column("sample_id")[0].as_py(), batch.column("source_id")[0].as_py()
-    if check:
-        stored, found = batch.column("checksum")[0].as_py(), _checksum(*names, columns)
-        if stored != found:
-            raise DatasetError(f"sample {names[0]} ({names[1]}): checksum {stored} was stored, {found} found")
-    tensors = {name: _tensor(array) for name, array in columns.items()}
-    width = batch.schema.field("last").type.value_type.list_size
-    aux, last = tensors["aux"], tensors["last"]
-    if aux.dtype == torch.uint16:
-        aux, last = aux.view(torch.bfloat16), last.view(torch.bfloat16)
-    return Sample(
-        *names,
-        tensors["input_ids"],
-        tensors["loss_mask"],
-        aux.view(-1, 3 * width),
-        last.view(-1, width),
-        tensors["top1"],
-        tensors["lse"],
-    )
+def decode(batch: pa.RecordBatch) -> Sample:
+    """The sample of a one-row batch as zero-copy views."""
+    names = [name for name in batch.schema.names if not name.endswith("_id")]
+    tensors = {name: _tensor(_flat(batch.column(name))) for name in names}
+    hidden = batch.schema.field("last").type.value_type.list_size
+    aux = tensors["aux"]
+    if aux.dtype in (torch.uint8, torch.uint16):
+        aux = aux.view(torch.float8_e4m3fn if aux.dtype == torch.uint8 else torch.bfloat16)
+        tensors["last"] = tensors["last"].view(torch.bfloat16)
+    if "aux_scale" in tensors:
+        tensors["aux_scale"] = tensors["aux_scale"].view(-1, AUX_LAYERS * groups(hidden))
+    tensors |= {"aux": aux.view(-1, AUX_LAYERS * hidden), "last": tensors["last"].view(-1, hidden)}
+    return Sample(batch.column("sample_id")[0].as_py(), batch.column("source_id")[0].as_py(), **tensors)
 
 
 def _bits(tensor: Tensor) -> np.ndarray:
     flat = tensor.detach().contiguous().flatten()
-    return (flat.view(torch.uint16) if flat.dtype == torch.bfloat16 else flat).numpy()
+    return flat.view(_BITS.get(flat.dtype, flat.dtype)).numpy()
 
 
 def _one_list(values: np.ndarray, kind: pa.DataType) -> pa.Array:
@@ -126,13 +142,3 @@ def _flat(column: pa.Array) -> pa.Array:
 
 def _tensor(array: pa.Array) -> Tensor:
     return torch.from_dlpack(array) if len(array) else torch.from_numpy(array.to_numpy().copy())
-
-
-def _checksum(name: str, source: str, columns: dict[str, np.ndarray] | dict[str, pa.Array]) -> str:
-    digest = hashlib.blake2b(f"{name}\0{source}\0".encode(), digest_size=16)
-    for key in PAYLOAD:
-        values = columns[key]
-        digest.update(
-            np.ascontiguousarray(values if isinstance(values, np.ndarray) else values.to_numpy()).view(np.uint8)
-        )
-    return digest.hexdigest()

@@ -1,17 +1,22 @@
-"""Re-read everything that a dataset claims to hold, and name each fault."""
+"""Re-read everything that a dataset claims to hold, and name each fault.
 
-import hashlib
-from collections import Counter
+Damaged bytes are found by checksum before anything interprets them: each byte of a shard belongs to a row, or to the frame
+around the rows, and the record has a checksum of each.
+"""
+
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
+import xxhash
 
 from ray_eagle.errors import DatasetError, InputError
-from ray_eagle.hidden_states.dataset import UnitRecord, parse_record, read_plan, record_name, refuse_if_locked
+from ray_eagle.hidden_states.dataset import parse_record, read_plan, record_name, refuse_if_locked
 from ray_eagle.hidden_states.plan import DatasetPlan
-from ray_eagle.hidden_states.reader import open_shard
+from ray_eagle.hidden_states.reader import locate
 from ray_eagle.hidden_states.schema import Sample, decode, sample_id, schema
+from ray_eagle.hidden_states.shard import UnitRecord, combined_checksum, count_tokens
 from ray_eagle.run import Folder
 
 
@@ -24,7 +29,7 @@ class Fault:
 
 
 def verify(folder: Folder, progress: Callable[[int, int], None] | None = None) -> list[Fault]:
-    """Faults of the dataset. Empty: all is well."""
+    """Faults of the dataset. Empty: all is well. Raises DatasetError when the plan itself is damaged."""
     plan = read_plan(folder)
     faults: list[Fault] = []
     for index in range(len(plan.units)):
@@ -52,61 +57,80 @@ def _verify_unit(folder: Folder, plan: DatasetPlan, index: int) -> list[str]:
         return [f"{folder.file(name)}: missing, unit {index} was never committed"]
     except ValueError as error:
         return [f"{folder.file(name)}: damaged record ({error})"]
-    path = folder.file(record.file)
+    home, file = locate(folder, record.file)
+    path = home.file(file)
+    held = [row.sample_id for row in record.rows]
+    aside = {row.sample_id for row in record.quarantined}
+    if record.unit != index or held != [s for s in plan.units[index].samples if s not in aside]:
+        return [f"{folder.file(name)}: its samples are not the ones planned for unit {index}"]
     try:
-        data = folder.read_bytes(record.file)
+        data = pa.py_buffer(home.read_bytes(file))
     except InputError:
         return [f"{path}: missing, {name} names it"]
-    faults = []
+    own = plan.units[index].lender is None
+    whole = _verify_frame(path, data, record) if own else []
+    faults = [f"{path}, {fault}" for fault in _verify_rows(plan, data, record)]
+    if own and not faults and not whole:
+        return _verify_arrow(path, data, plan, record)
+    return whole + faults
+
+
+def _verify_frame(path: str, data: pa.Buffer, record: UnitRecord) -> list[str]:
+    """What lies before the first and behind the last row."""
     if len(data) != record.bytes:
-        faults.append(f"{path}: {record.bytes} bytes were written, {len(data)} found")
-    elif hashlib.blake2b(data, digest_size=16).hexdigest() != record.checksum:
-        faults.append(f"{path}: the file's checksum differs from its record")
-    del data
-    try:
-        faults += _verify_rows(folder, plan, index, record)
-    except (DatasetError, pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
-        faults.append(f"{path}: {error}")
-    return faults
+        return [f"{path}: {record.bytes} bytes were written, {len(data)} found"]
+    end = record.rows[-1].start + record.rows[-1].bytes if record.rows else record.begin
+    frame = [xxhash.xxh3_128_hexdigest(part) for part in (data[: record.begin], data[end:])]
+    if combined_checksum(frame, [row.checksum for row in record.rows]) != record.checksum:
+        return [f"{path}: the checksum of the file's begin and end differs from its record"]
+    return []
 
 
-def _verify_rows(folder: Folder, plan: DatasetPlan, index: int, record: UnitRecord) -> list[str]:
-    path = folder.file(record.file)
-    reader = open_shard(folder, record.file)
-    faults, found, tokens = [], [], 0
-    counts: Counter[int] = Counter()
-    if not reader.schema.equals(schema(plan.hidden_size, plan.state_dtype)):
-        return [f"{path}: its schema is not the dataset's"]
-    for row in range(reader.num_record_batches):
-        try:
-            batch = reader.get_batch(row)
-            batch.validate(full=True)
-            sample = decode(batch, check=True)
-        except (DatasetError, pa.ArrowInvalid, OSError, UnicodeDecodeError, ValueError, RuntimeError) as error:
-            planned = plan.units[index].samples
-            faults.append(f"{path}, row {row} (sample {planned[row] if row < len(planned) else 'unknown'}): {error}")
-            continue
-        faults += [f"{path}, row {row}, sample {sample.sample_id}: {fault}" for fault in _faults_in(sample)]
-        found.append(sample.sample_id)
-        tokens += len(sample.input_ids)
-        counts.update(sample.input_ids[1:][sample.loss_mask[1:].bool()].tolist())
+def _verify_rows(plan: DatasetPlan, data: pa.Buffer, record: UnitRecord) -> list[str]:
+    kind = schema(plan.hidden_size, plan.state_dtype)
+    faults: list[str] = []
+    supervised: list[np.ndarray] = []
+    for number, row in enumerate(record.rows):
+        where = f"row {number}, sample {row.sample_id}"
+        message = data[row.start : row.start + row.bytes]
+        if len(message) != row.bytes:
+            faults.append(f"{where}: the file ends inside it")
+        elif xxhash.xxh3_128_hexdigest(message) != row.checksum:
+            faults.append(f"{where}: its checksum differs from its record")
+        else:
+            sample = decode(pa.ipc.read_record_batch(message, kind))
+            faults += [f"{where}: {fault}" for fault in _faults_in(sample, row.sample_id, row.tokens, row.teaching)]
+            supervised.append(sample.input_ids[1:][sample.loss_mask[1:].bool()].numpy())
     if not faults:
-        stated = dict(zip(record.token_ids, record.token_counts, strict=False))
-        claims = (record.rows, record.tokens, record.supervised_tokens, stated, record.unit)
-        if found != plan.units[index].samples:
-            faults.append(f"{path}: its samples are not the ones planned for unit {index}")
-        elif claims != (len(found), tokens, counts.total(), dict(counts), index):
-            faults.append(f"{folder.file(record_name(index))}: its counts are not those of {record.file}")
+        tokens = sum(row.tokens for row in record.rows)
+        ids, counts = count_tokens(supervised)
+        claims = (record.tokens, record.supervised_tokens, record.token_ids, record.token_counts)
+        if claims != (tokens, sum(counts), ids, counts):
+            faults.append(f"{record_name(record.unit)}: its counts are not those of the rows")
     return faults
 
 
-def _faults_in(sample: Sample) -> list[str]:
-    teaching = int(sample.loss_mask[1:].sum())
+def _verify_arrow(path: str, data: pa.Buffer, plan: DatasetPlan, record: UnitRecord) -> list[str]:
+    """The file as any Arrow reader sees it."""
+    try:
+        reader = pa.ipc.open_file(data)
+        if not reader.schema.equals(schema(plan.hidden_size, plan.state_dtype)):
+            return [f"{path}: its schema is not the dataset's"]
+        if reader.num_record_batches != len(record.rows):
+            return [f"{path}: {len(record.rows)} rows were written, {reader.num_record_batches} found"]
+    except (pa.ArrowInvalid, OSError, DatasetError) as error:
+        return [f"{path}: {error}"]
+    return []
+
+
+def _faults_in(sample: Sample, name: str, tokens: int, teaching: int) -> list[str]:
     faults = []
-    if sample_id(sample.input_ids.tolist(), sample.loss_mask.tolist()) != sample.sample_id:
+    if not name == sample.sample_id == sample_id(sample.input_ids.tolist(), sample.loss_mask.tolist()):
         faults.append("its id is not the hash of its tokens and mask")
-    if len(sample.aux) != len(sample.input_ids) or len(sample.last) != teaching or len(sample.top1) != teaching:
+    lengths = {len(sample.input_ids), len(sample.loss_mask), len(sample.aux)}
+    teachers = {len(sample.last), len(sample.top1), len(sample.lse), int(sample.loss_mask[1:].sum())}
+    if lengths != {tokens} or teachers != {teaching}:
         faults.append("lengths of tokens, mask and states do not belong together")
-    if not (sample.aux.isfinite().all() and sample.last.isfinite().all() and sample.lse.isfinite().all()):
+    elif not all(states.isfinite().all() for states in (sample.aux_states(), sample.last, sample.lse)):
         faults.append("NaN or infinite states")
     return faults

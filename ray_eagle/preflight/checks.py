@@ -127,7 +127,7 @@ class _Checks:
             samples=samples,
             tokens_per_sample=min(length, extract.max_length),
             supervised_share=assumed.supervised_share,
-            state_bytes=2 if extract.state_dtype == "bfloat16" else 4,
+            state_dtype=extract.state_dtype,
             weights_bytes=self.weights.bytes if self.weights else 0,
         )
         message = (

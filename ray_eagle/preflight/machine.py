@@ -93,7 +93,7 @@ def gpu_demand(config: Config) -> tuple[float, list[str]]:
     """The most GPUs that one stage holds at a time, and the stages that ask for any."""
     demand = {
         "generate": config.generate.actors * config.generate.gpus,
-        "extract": config.extract.actors * config.extract.gpus,
+        "extract": config.extract.actors * config.extract.stages * config.extract.gpus,
         "train": config.train.workers * float(config.train.use_gpu),
         "serve": config.serve.gpus,
     }
@@ -104,7 +104,7 @@ def cpu_demand(config: Config) -> tuple[float, str]:
     """The most logical CPUs that one stage holds at a time, and which stage."""
     demand = {
         "generate": config.generate.actors * config.generate.cpus,
-        "extract": config.extract.actors * config.extract.cpus,
+        "extract": config.extract.actors * config.extract.stages * config.extract.cpus,
         "train": config.train.workers * config.train.cpus_per_worker,
         "serve": config.serve.cpus,
     }

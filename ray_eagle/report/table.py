@@ -4,6 +4,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ray_eagle.hidden_states.forecast import Forecast
 from ray_eagle.preflight.estimate import human_bytes
 from ray_eagle.report.model import Report
 
@@ -14,6 +15,37 @@ DASH = "-"
 def render(report: Report) -> Group:
     """Result, seconds and bytes by stage, and the verdict."""
     return Group(_result(report), _stages(report), _verdict(report))
+
+
+def render_forecast(found: Forecast) -> Table:
+    """What extraction will take."""
+    table = Table(title="Extraction with these settings", title_justify="left")
+    table.add_column("figure")
+    table.add_column("forecast", justify="right")
+    how = "assumed, no conversations yet" if found.assumed else "from the conversations"
+    table.add_row(f"samples ({how})", f"{found.samples:,}")
+    table.add_row("tokens / supervised", f"{found.tokens:,} / {found.supervised_tokens:,}")
+    table.add_row(f"hidden states on disk, {found.state_dtype}", human_bytes(found.bytes))
+    table.add_row("  free there", human_bytes(found.free_bytes) if found.free_bytes is not None else "not known")
+    stages = f", {found.stages} stages each" if found.stages > 1 else ""
+    table.add_row("actors", f"{found.actors}{stages}")
+    if found.seconds is not None and found.tokens_per_second and found.memory_bytes:
+        table.add_section()
+        table.add_row(f"time, on {found.device}", human_seconds(found.seconds))
+        table.add_row("  of it until the first states", human_seconds(found.start_seconds or 0))
+        table.add_row("tokens/s, all actors", f"{found.tokens_per_second:,.0f}")
+        table.add_row("bytes/s written", f"{human_bytes(found.bytes_per_second or 0)}/s")
+        table.add_row("memory of one actor at most", human_bytes(found.memory_bytes))
+        table.add_row("measured over", f"{found.calibrated_tokens:,} tokens")
+    return table
+
+
+def human_seconds(seconds: float) -> str:
+    """`2 h 5 min`, `3 min 20 s` or `12 s`."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
 
 
 def _result(report: Report) -> Table:

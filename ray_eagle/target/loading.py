@@ -42,8 +42,7 @@ class TargetFacts:
 def read_facts(config: TargetConfig) -> TargetFacts:
     """Facts of the target at `config.path`. Raises TargetError when it is not a model folder or lacks a fact."""
     path = resolve_target(config)
-    raw = _read_config(path)
-    text = {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else raw
+    text = read_text_config(path)
     try:
         heads = text["num_attention_heads"]
         return TargetFacts(
@@ -220,11 +219,13 @@ def read_target_tensor(path: Path, suffix: str) -> torch.Tensor | None:
         return file.get_tensor(name)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_text_config(path: Path) -> dict[str, Any]:
+    """config.json of a model folder, with the language model's own settings on top where several models are one."""
     try:
-        return json.loads((path / "config.json").read_text())
+        raw = json.loads((path / "config.json").read_text())
     except ValueError as error:
         raise TargetError(f"{path / 'config.json'} is not valid JSON ({error}). Copy the file again.") from None
+    return {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else raw
 
 
 def _rope(text: dict[str, Any]) -> dict[str, Any]:

@@ -28,3 +28,14 @@ def find_parts(model: Any) -> TargetParts:
             "without. This family is not supported yet."
         )
     return TargetParts(decoder, layers, norm, model.get_output_embeddings(), model.get_input_embeddings())
+
+
+def drop_beside(model: nn.Module, kept: tuple[nn.Module, ...]) -> None:
+    """Replace every module that neither is, holds, nor lies in a kept one by an empty one: towers for other senses."""
+    for name, child in model.named_children():
+        if child in kept:
+            continue
+        if any(module in kept for module in child.modules()):
+            drop_beside(child, kept)
+        else:
+            setattr(model, name, nn.Identity())

@@ -8,6 +8,7 @@ import json
 import math
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -22,6 +23,7 @@ from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.start import channel_rms, start_drafter
 from ray_eagle.errors import WorkerError
 from ray_eagle.hidden_states.reader import HiddenStates
+from ray_eagle.hidden_states.schema import Sample
 from ray_eagle.probing.predict import SamplePrediction, predict, predicted_length
 from ray_eagle.run import LOGS, RunFolder
 from ray_eagle.target.loading import TargetFacts, choose_dtype, head_and_embedding
@@ -93,6 +95,7 @@ class Trainer:
         self.optimizer = _optimizer(self.drafter, self.settings)
         self.generator = torch.Generator(self.device).manual_seed(seed + rank)
         self.step = 0
+        self._reading: Iterator[list[Sample]] | None = None
         self.history = History(job.run) if rank == 0 else None
         self._recent = _Recent(self.settings.unroll_steps)
 
@@ -107,7 +110,9 @@ class Trainer:
     def train_step(self) -> None:
         """One optimizer step over this worker's share of the step's packs. Raises WorkerError on a non-finite loss."""
         s = self.settings
-        packs = [self._pack(indices) for indices in self.plan[self.step][self.rank :: self.world]]
+        if self._reading is None:
+            self._reading = self.data.batches(pack for step in self.plan[self.step :] for pack in self._mine(step))
+        packs = [self._pack(next(self._reading)) for _ in self._mine(self.plan[self.step])]
         counts_K = sum(
             (entering_counts(pack, self.drafter.t2d) for pack in packs),
             start=torch.zeros(s.unroll_steps, dtype=torch.int64, device=self.device),
@@ -144,8 +149,12 @@ class Trainer:
             self._recent.add(k, summed.detach(), scores.enters_N, scores.right_N)
         return total
 
-    def _pack(self, indices: list[int]) -> Pack:
-        pack = make_pack([self.data[i] for i in indices], self.settings.unroll_steps).to(self.device, torch.float32)
+    def _mine(self, step: list[list[int]]) -> list[list[int]]:
+        """This worker's packs of a step."""
+        return step[self.rank :: self.world]
+
+    def _pack(self, samples: list[Sample]) -> Pack:
+        pack = make_pack(samples, self.settings.unroll_steps).to(self.device, torch.float32)
         return replace(pack, aux_TC=add_noise(pack.aux_TC, self.settings, self.generator))
 
     def _sum(self, tensor: Tensor) -> Tensor:
@@ -196,6 +205,7 @@ class Trainer:
         self.drafter.load_state_dict(state["drafter"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
+        self._reading = None
         self.generator.set_state(state["generator"].cpu())
         if self.history:
             self.history.restore(state["history"])

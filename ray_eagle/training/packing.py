@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ray_eagle.hidden_states.schema import Sample
+from ray_eagle.hidden_states.schema import Sample, aux_states
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,9 @@ class Pack:
     tokens_T: Tensor
     """[T] int64."""
     aux_TC: Tensor
-    """[T, 3H] float."""
+    """[T, 3H] as stored, on a device as numbers."""
+    aux_scale_TG: Tensor | None
+    """[T, 3G] uint8 while `aux_TC` is float8, else None."""
     positions_T: Tensor
     """[T] int64: position inside the document."""
     key_slot_T: Tensor
@@ -56,16 +58,14 @@ class Pack:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Pack":
         """The pack on a device, its states in `dtype`."""
-        moved = {
-            name: value.to(device, dtype if value.is_floating_point() else value.dtype)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved["aux_TC"] = aux_states(moved["aux_TC"], moved.pop("aux_scale_TG", None), dtype)
+        moved["last_SH"] = moved["last_SH"].to(dtype)
         steps = tuple(
             StepIndex(*(v.to(device) if isinstance(v, Tensor) else v for v in vars(step).values()))
             for step in self.steps
         )
-        return replace(self, **moved, steps=steps)
+        return replace(self, **moved, aux_scale_TG=None, steps=steps)
 
 
 def counting_depth(loss_mask_T: Tensor) -> Tensor:
@@ -87,6 +87,7 @@ def make_pack(samples: list[Sample], steps: int, depths: list[Tensor] | None = N
     teaching_T = torch.cat([torch.cat([s.loss_mask[1:].bool(), torch.zeros(1, dtype=torch.bool)]) for s in samples])
     rows_T = torch.where(teaching_T, teaching_T.cumsum(0) - 1, -1)
     longest = max(lengths)
+    scales = [s.aux_scale for s in samples]
     indices, previous = [], torch.arange(len(depth_T))
     for step in range(steps):
         kept_N = (depth_T[previous] > step).nonzero()[:, 0]
@@ -95,6 +96,7 @@ def make_pack(samples: list[Sample], steps: int, depths: list[Tensor] | None = N
     return Pack(
         tokens_T=torch.cat([s.input_ids for s in samples]).long(),
         aux_TC=torch.cat([s.aux for s in samples]),
+        aux_scale_TG=None if scales[0] is None else torch.cat(scales),
         positions_T=positions_T,
         key_slot_T=document_T * longest + positions_T,
         documents=len(samples),

@@ -259,12 +259,22 @@ def test_estimate_of_the_founding_case_is_1_1_terabytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state_bytes", "share", "expected"),
-    [(2, 1.0, 10 * (3 * 8 + 5 + 8 + 8)), (4, 0.5, 10 * (3 * 16 + 5) + 5 * (16 + 8)), (2, 0.01, 10 * (3 * 8 + 5))],
+    ("state_dtype", "share", "expected"),
+    [
+        ("bfloat16", 1.0, 10 * (3 * 8 + 5 + 8 + 8)),
+        ("float32", 0.5, 10 * (3 * 16 + 5) + 5 * (16 + 8)),
+        ("bfloat16", 0.01, 10 * (3 * 8 + 5)),
+        ("float8", 0.5, 10 * (3 * 4 + 3 + 5) + 5 * (8 + 8)),
+    ],
 )
-def test_estimate_by_hand(state_bytes: int, share: float, expected: int) -> None:
+def test_estimate_by_hand(state_dtype: str, share: float, expected: int) -> None:
     found = estimate_run(
-        hidden_size=4, samples=2, tokens_per_sample=5, supervised_share=share, state_bytes=state_bytes, weights_bytes=9
+        hidden_size=4,
+        samples=2,
+        tokens_per_sample=5,
+        supervised_share=share,
+        state_dtype=state_dtype,
+        weights_bytes=9,
     )
     assert (found.tokens, found.hidden_state_bytes, found.weights_bytes, found.hours) == (10, expected, 9, None)
 

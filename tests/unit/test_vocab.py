@@ -15,9 +15,10 @@ from ray_eagle.config import Config, DrafterConfig, TargetConfig
 from ray_eagle.drafter.checkpoint import load_drafter, save_drafter
 from ray_eagle.drafter.start import new_shape, random_drafter, start_drafter
 from ray_eagle.errors import CheckpointError, InputError
-from ray_eagle.hidden_states.dataset import DatasetWriter, write_shard
+from ray_eagle.hidden_states.dataset import DatasetWriter
 from ray_eagle.hidden_states.plan import DatasetPlan, TokenSample, UnitPlan, plan_units
 from ray_eagle.hidden_states.schema import Sample, sample_id
+from ray_eagle.hidden_states.shard import write_shard
 from ray_eagle.progress import Silent
 from ray_eagle.run import Folder, RunFolder
 from ray_eagle.target.loading import head_and_embedding, read_facts
@@ -55,7 +56,7 @@ def write_dataset(folder: Folder, rows: list[Row]) -> None:
     """Commit the rows with random states, in small units."""
     named = {sample_id(row.ids, row.mask): row for row in rows}
     samples = [TokenSample(n, n, row.split, tuple(row.ids), tuple(row.mask)) for n, row in named.items()]
-    units = plan_units(samples, unit_bytes=20_000, hidden_size=HIDDEN, state_bytes=2, seed=0)
+    units = plan_units(samples, unit_bytes=20_000, hidden_size=HIDDEN, state_dtype="bfloat16", seed=0)
     assert len(units) > 3
     plan = DatasetPlan(
         aux_layers=(1, 3, 4),

@@ -1,0 +1,84 @@
+"""Rows that another run captured already: this dataset's plan and records name them, and nobody captures them again.
+
+A row is where its record says, so borrowing costs no byte. What it asks for is that the lender stays: `verify` and the reader
+say so when its shard is gone.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ray_eagle.errors import DatasetError
+from ray_eagle.hidden_states.dataset import PLAN, read_plan, read_records
+from ray_eagle.hidden_states.plan import DatasetPlan, Unit
+from ray_eagle.hidden_states.reader import locate
+from ray_eagle.hidden_states.shard import UnitRecord, combined_checksum, count_tokens
+from ray_eagle.run import FOLDERS, Folder
+
+MUST_EQUAL = ("aux_layers", "hidden_size", "vocab_size", "state_dtype", "last_norm", "layer_convention")
+
+
+def lent_rows(lenders: Iterable[str], plan: DatasetPlan) -> dict[str, str]:
+    """sample_id -> path of the committed shard that holds it, over other runs' folders.
+
+    Raises DatasetError for one that was captured otherwise than `plan` says.
+    """
+    lent: dict[str, str] = {}
+    for place in lenders:
+        folder = _dataset(place)
+        other = read_plan(folder)
+        differing = [
+            f"{name} is {getattr(other, name)!r} there and {getattr(plan, name)!r} here"
+            for name in MUST_EQUAL
+            if getattr(other, name) != getattr(plan, name)
+        ]
+        differing += [
+            f"the target's {part} differ"
+            for part in ("config", "weights")
+            if other.target.get(part) != plan.target.get(part)
+        ]
+        if differing:
+            raise DatasetError(
+                f"{folder.path} cannot lend its rows: {'; '.join(differing)}. Take it out of extract.share, or use the same settings."
+            )
+        for record in read_records(folder, other).values():
+            home, name = locate(folder, record.file)
+            lent |= {row.sample_id: home.file(name) for row in record.rows if row.sample_id not in lent}
+    return lent
+
+
+def borrowed(unit: Unit) -> UnitRecord:
+    """The record of a unit whose rows lie in its lender's shard. Raises DatasetError when the lender has no such rows."""
+    assert unit.lender is not None
+    place, _, name = unit.lender.rpartition("/")
+    folder = Folder.at(place)
+    records = read_records(folder, read_plan(folder)).values() if folder.exists(PLAN) else ()
+    there = {row.sample_id: row for record in records if record.file == name for row in record.rows}
+    missing = [s.sample_id for s in unit.samples if s.sample_id not in there]
+    if missing:
+        raise DatasetError(
+            f"{unit.lender} was to lend {len(unit.samples)} samples and no longer holds {len(missing)} of them ({missing[0]}, ...). "
+            "Redo this run's hidden states: `ray-eagle extract --redo`."
+        )
+    rows = [there[s.sample_id] for s in unit.samples]
+    supervised = [np.array(s.input_ids, np.int32)[1:][np.array(s.loss_mask[1:], bool)] for s in unit.samples]
+    ids, counts = count_tokens(supervised)
+    return UnitRecord(
+        unit=unit.index,
+        file=unit.lender,
+        rows=rows,
+        tokens=unit.tokens,
+        supervised_tokens=sum(counts),
+        begin=0,
+        bytes=sum(row.bytes for row in rows),
+        checksum=combined_checksum([], [row.checksum for row in rows]),
+        token_ids=ids,
+        token_counts=counts,
+        made_by={"lender": unit.lender},
+    )
+
+
+def _dataset(place: str) -> Folder:
+    """The dataset of a run, or the dataset itself."""
+    folder = Folder.at(place)
+    return folder if folder.exists(PLAN) else folder.folder(FOLDERS["extract"])

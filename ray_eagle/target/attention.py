@@ -1,0 +1,153 @@
+"""Attention over packed documents: causal inside each, nothing between them, and no T x T mask anywhere.
+
+transformers calls the function registered here for every layer of a model whose implementation is `PACKED`. No mask
+function is registered beside it on purpose: then transformers builds no mask and does not look for documents in the
+positions, which would stall a GPU once a pass. The documents' bounds come down the decoder as the keyword arguments that
+flash attention uses (`document_arguments`).
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from ray_eagle.errors import TargetError
+
+PACKED = "eagle_packed"
+CAUSAL = (-1, 0)
+FLASH_HEAD_DIM = 256
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_CAPABILITY = (8, 0)
+HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
+"""Arguments that decoders hand down and that do not change the result."""
+
+
+def register_packed_attention() -> None:
+    """Make `attn_implementation=PACKED` known to transformers; again is harmless."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED, packed_attention)
+
+
+def document_arguments(bounds_N1: Tensor, longest: int) -> dict[str, Any]:
+    """Keyword arguments of the decoder that tell the documents apart: int32 bounds [N + 1] on its device, tokens of the longest."""
+    return {
+        "cu_seq_lens_q": bounds_N1,
+        "cu_seq_lens_k": bounds_N1,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def packed_attention_fits(config: Any) -> str | None:
+    """Why a model with this transformers config cannot use `PACKED`; None when it can.
+
+    Attention sinks show in no config: gpt-oss has sliding windows too, and any other such model is refused by the first
+    call. A sliding window that no text within the model's context reaches is no reason.
+    """
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    window = getattr(text, "sliding_window", None)
+    slides = "sliding_attention" in kinds or (not getattr(text, "layer_types", None) and window is not None)
+    if other := sorted(kinds - {"full_attention", "sliding_attention"}):
+        return f"layers of type {', '.join(other)}"
+    if slides and (window is None or window < text.max_position_embeddings):
+        return f"a sliding window of {window} tokens"
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        return "soft-capped attention logits"
+    if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", None):
+        return "attention that is not causal"
+    return None
+
+
+def packed_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_k: int | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Output [1, T, heads, value dim] of one pack, in transformers' calling convention.
+
+    `query` is [1, heads, T, E], `key` and `value` [1, kv heads, T, E or value dim]; `cu_seq_lens_q` the int32 bounds of the
+    documents. Half precision on a GPU runs as one flash kernel, asynchronously; everything else document by document
+    (on a GPU that reads the bounds, and so waits for it). Raises TargetError for what it cannot compute.
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise _cannot(module, "no document bounds reach its attention")
+    if attention_mask is not None:
+        raise _cannot(module, "it brings an attention mask of its own")
+    if dropout:
+        raise _cannot(module, "it asks for attention dropout")
+    if is_causal is False or not getattr(module, "is_causal", True):
+        raise _cannot(module, "its attention is not causal")
+    if sliding_window is not None and sliding_window < max_length_q:
+        raise _cannot(
+            module, f"its sliding window of {sliding_window} tokens is shorter than a document ({max_length_q})"
+        )
+    if unknown := sorted(name for name, given in more.items() if given is not None and name not in HARMLESS):
+        raise _cannot(module, f"it passes {', '.join(unknown)} to its attention")
+    if flash_runs(query.device, query.dtype, query.shape[-1]):
+        return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
+    return _by_document(query, key, value, cu_seq_lens_q, scaling), None
+
+
+def flash_runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether PyTorch's flash kernel takes such queries."""
+    return (
+        device.type == "cuda"
+        and dtype in FLASH_DTYPES
+        and head_dim <= FLASH_HEAD_DIM
+        and head_dim % 8 == 0
+        and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+    )
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, bounds_N1: Tensor, longest: int, scaling: float | None) -> Tensor:
+    varlen_attn, options = _varlen()
+    width = value.shape[-1]
+    if width < query.shape[-1]:  # MLA: the kernel knows one head dimension; zeros beside the values come out as zeros
+        value = pad(value, (0, query.shape[-1] - width))
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    output = varlen_attn(q, k, v, bounds_N1, bounds_N1, longest, longest, scale=scaling, window_size=CAUSAL, **options)
+    return output[None, ..., :width]
+
+
+@cache
+def _varlen() -> tuple[Callable[..., Tensor], dict[str, Any]]:
+    """The kernel and its options: torch 2.11 groups query heads unasked, later versions want to be told."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    return varlen_attn, {"enable_gqa": True} if "enable_gqa" in known else {}
+
+
+def _by_document(query: Tensor, key: Tensor, value: Tensor, bounds_N1: Tensor, scaling: float | None) -> Tensor:
+    bounds = bounds_N1.tolist()
+    grouped = query.shape[1] != key.shape[1]
+    outputs = []
+    for start, end in pairwise(bounds):
+        q, k, v = (x[:, :, start:end] for x in (query, key, value))
+        outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped))
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _cannot(module: Any, why: str) -> TargetError:
+    return TargetError(
+        f"packed attention cannot run {type(module).__name__}: {why}. Set target.attention to `eager` or a flash_attention "
+        "implementation, which transformers then runs by itself."
+    )

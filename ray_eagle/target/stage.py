@@ -1,0 +1,176 @@
+"""Load a target, or only a contiguous share of its layers: no other weights are read, on disk or into host memory.
+
+The model is instantiated without memory (meta device), layers that live elsewhere become pass-through modules, and
+transformers' own loader fills in the rest from lazy slices of the safetensors files. So its key mappings and weight
+conversions work (fused experts of mixture-of-experts models), and tensors go straight to the device.
+
+Mixture-of-experts layers run on transformers' default implementation: grouped matrix products, which on a GPU in
+bfloat16 neither wait for it nor depend on which experts a pack visits.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from ray_eagle.config import TargetConfig
+from ray_eagle.errors import TargetError, explain
+from ray_eagle.target.attention import PACKED, packed_attention_fits, register_packed_attention
+from ray_eagle.target.capture import Stage
+from ray_eagle.target.checks import PassThrough, check_documents, check_head, check_split
+from ray_eagle.target.loading import TargetFacts, choose_dtype
+from ray_eagle.target.parts import drop_beside, find_parts
+from ray_eagle.target.tensors import OTHER_TOWERS, layer_of, open_tensors, tensor_files
+
+NAMED = 4
+"""Missing tensors that an error names one by one."""
+EMBEDDING = "embed_tokens.weight"
+
+
+def load_stage(facts: TargetFacts, config: TargetConfig, device: torch.device, layers: range | None = None) -> Stage:
+    """The stage that holds `layers` (None: all), in eval mode on the device; every part of it comes from the checkpoint.
+
+    The embedding is there with layer 0, the final norm and the head with the last layer. Raises TargetError when tensors
+    or files are missing, damaged or of the wrong shape, and for a family that fails one of `checks`.
+    """
+    from transformers import AutoConfig
+
+    layers = _checked(layers, facts)
+    whole = len(layers) == facts.layers
+    try:
+        settings = AutoConfig.from_pretrained(facts.path, trust_remote_code=config.trust_remote_code)
+        register_packed_attention()
+        skeleton = _skeleton(settings, config)
+        settings._attn_implementation = _attention(config, settings, type(skeleton))
+        parts = find_parts(skeleton)
+        tied = settings.get_text_config().tie_word_embeddings or settings.tie_word_embeddings
+        if not whole:  # embedding and head live apart: each is loaded for itself
+            settings.tie_word_embeddings = settings.get_text_config().tie_word_embeddings = False
+        names = {module: name for name, module in skeleton.named_modules()}
+        model = _load(facts, settings, type(skeleton), layers, tied, f"{names[parts.head]}.weight", config, device)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
+        raise TargetError(f"target {facts.path} cannot be loaded: {error}") from error
+    stage = Stage(find_parts(model), layers, facts.aux_layers, device)
+    if not whole:
+        check_split(stage, facts)
+    if stage.last:
+        check_head(model, stage, facts)
+    check_documents(stage, facts)
+    return stage
+
+
+def _checked(layers: range | None, facts: TargetFacts) -> range:
+    layers = range(facts.layers) if layers is None else layers
+    if layers.step != 1 or not 0 <= layers.start < layers.stop <= facts.layers:
+        raise TargetError(
+            f"stage of {facts.path}: expected contiguous layers from 0 to {facts.layers - 1}, found {layers}."
+        )
+    return layers
+
+
+def _skeleton(settings: Any, config: TargetConfig) -> Any:
+    """The whole model without memory, to learn its class and the names of its parts."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(settings), attn_implementation="eager", trust_remote_code=config.trust_remote_code
+        )
+
+
+def _attention(config: TargetConfig, settings: Any, model_class: Any) -> str:
+    """`sdpa` becomes packed attention wherever that fits; elsewhere transformers masks documents by their positions."""
+    if config.attention != "sdpa" or packed_attention_fits(settings):
+        return config.attention
+    return PACKED if getattr(model_class, "_supports_attention_backend", False) else config.attention
+
+
+def _load(
+    facts: TargetFacts,
+    settings: Any,
+    model_class: Any,
+    layers: range,
+    tied: bool,
+    head: str,
+    config: TargetConfig,
+    device: torch.device,
+) -> Any:
+    files = tensor_files(facts.path)
+    whole, last = len(layers) == facts.layers, layers.stop == facts.layers
+    lonely_head = tied and last and not whole and not any(name.endswith(head) for name in files)
+    wanted = [name for name in files if _belongs(name, layers, last, lonely_head)]
+    tensors = open_tensors(files, wanted)
+    if lonely_head:
+        [embedding] = (name for name in wanted if name.endswith(EMBEDDING))
+        tensors[head] = tensors.pop(embedding)
+
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, *args, **kwargs)
+        _drop_absent(self, layers)
+
+    staged: Any = type(
+        model_class.__name__, (model_class,), {"__init__": construct, "__module__": model_class.__module__}
+    )
+    model, found = staged.from_pretrained(
+        None,
+        config=settings,
+        state_dict=tensors,
+        dtype=choose_dtype(config.dtype, device),
+        device_map=None if device.type == "cpu" else {"": device},
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, by name
+    )
+    wrong = [
+        f"{name} {tuple(shape)} instead of {tuple(expected)}" for name, shape, expected in found["mismatched_keys"]
+    ]
+    lost = [*sorted(found["missing_keys"]), *(f"{name} (never loaded)" for name in _on_meta(model))]
+    if lost or wrong:
+        raise TargetError(
+            explain(
+                "target weights",
+                where=facts.path,
+                expected=f"all tensors of layers {layers.start}-{layers.stop - 1} as config.json describes them",
+                found=f"missing {_some(lost)}" if lost else _some(wrong),
+                fix="The checkpoint is incomplete or belongs to another config: copy it again.",
+            )
+        )
+    return model
+
+
+def _belongs(name: str, layers: range, last: bool, lonely_head: bool) -> bool:
+    """Whether a checkpoint's tensor is for this stage, by its name. What cannot be told apart goes to every stage, unread."""
+    layer = layer_of(name)
+    if layer is not None:
+        return layer in layers
+    if OTHER_TOWERS.search(name):
+        return False
+    if name.endswith(EMBEDDING):
+        return layers.start == 0 or lonely_head
+    return last
+
+
+def _drop_absent(model: Any, layers: range) -> None:
+    """Replace what another stage holds, and what no stage needs, by modules without weights."""
+    parts = find_parts(model)
+    drop_beside(model, (parts.decoder, parts.head))
+    last = layers.stop == len(parts.layers)
+    for index, layer in enumerate(parts.layers):
+        if index not in layers:
+            parts.layers[index] = PassThrough(layer)
+    if layers.start > 0:
+        model.set_input_embeddings(nn.Identity())
+    if not last:
+        parts.decoder.norm = nn.Identity()
+        model.set_output_embeddings(nn.Identity())
+
+
+def _on_meta(model: Any) -> list[str]:
+    return [
+        name for named in (model.named_parameters(), model.named_buffers()) for name, tensor in named if tensor.is_meta
+    ]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more

@@ -1,0 +1,93 @@
+"""On an NVIDIA GPU: packed attention through the flash kernel, no waiting for the GPU, stages bit-equal to the whole."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ray_eagle.config import TargetConfig
+from ray_eagle.target.attention import flash_runs, packed_attention
+from ray_eagle.target.capture import Stage, TokenPack, capture_pack
+from ray_eagle.target.loading import read_facts
+from ray_eagle.target.split import layer_costs, split_layers
+from ray_eagle.target.stage import load_stage
+from tests.random_data import random_tokens
+from tests.tiny import VOCAB, tiny_deepseek_v3, tiny_qwen3_moe, tiny_target
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+GPU = torch.device("cuda")
+FAMILIES = [tiny_target, tiny_qwen3_moe, tiny_deepseek_v3]
+
+
+def samples_of(seed: int) -> list[tuple[list[int], list[int]]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [([3], [0]), *(random_tokens(generator, VOCAB, 200) for _ in range(8)), ([1, 2], [0, 0])]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("heads", "groups", "width", "values"), [(8, 2, 128, 128), (4, 4, 192, 128), (4, 4, 24, 16)])
+def test_packed_attention_equals_each_document_in_float32(
+    heads: int, groups: int, width: int, values: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    bounds = [0, 1, 300, 301, 813, 1000]
+    query, key, value = (
+        torch.randn(1, 1000, h, w, device=GPU, dtype=dtype).transpose(1, 2)
+        for h, w in ((heads, width), (groups, width), (groups, values))
+    )
+    assert flash_runs(GPU, dtype, width) == (dtype == torch.bfloat16)
+    bounds_N1 = torch.tensor(bounds, dtype=torch.int32, device=GPU)
+    output, _ = packed_attention(
+        torch.nn.Identity(), query, key, value, None, scaling=0.07, cu_seq_lens_q=bounds_N1, max_length_q=512
+    )
+    for start, end in pairwise(bounds):
+        q, k, v = (x[:, :, start:end].double() for x in (query, key, value))
+        k, v = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
+        alone = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.07).transpose(1, 2)
+        atol = 2e-2 if dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(output[:, start:end].double(), alone, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_never_wait_for_the_gpu_and_equal_the_whole(tmp_path: Path, family: Callable[..., Path]) -> None:
+    config = TargetConfig(path=str(family(tmp_path / "t", shard="20KB")))
+    facts = read_facts(config)
+    pack = TokenPack.of(samples_of(0))
+    outputs = []
+    for count in (1, 2, 4):
+        stages = [load_stage(facts, config, GPU, layers) for layers in split_layers(layer_costs(facts), count)]
+        run(stages, pack)  # the first run of a kernel may load it
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            outputs.append(run(stages, pack))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for tensors in zip(*outputs, strict=True):
+        assert all(torch.equal(tensor, tensors[0]) for tensor in tensors)
+
+
+def run(stages: list[Stage], pack: TokenPack) -> list[torch.Tensor]:
+    hidden, aux = None, {}
+    for stage in stages:
+        output = stage.run(pack, hidden)
+        hidden = output.hidden_TH
+        aux |= output.aux
+    assert output.last_SH is not None and output.top1_S is not None and output.lse_S is not None
+    return [*(aux[layer] for layer in sorted(aux)), output.last_SH, output.top1_S, output.lse_S]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_states_on_the_gpu_are_close_to_the_cpu_in_float32(tmp_path: Path, family: Callable[..., Path]) -> None:
+    """bfloat16 rounding, and experts flipped by it: most tokens within 5 %."""
+    folder = str(family(tmp_path / "t"))
+    states = []
+    for dtype, device in (("bfloat16", GPU), ("float32", torch.device("cpu"))):
+        config = TargetConfig(path=folder, dtype=dtype)
+        facts = read_facts(config)
+        stage = load_stage(facts, config, device)
+        states.append(capture_pack(stage.parts, facts.aux_layers, samples_of(1), torch.float32))
+    gpu_TC, cpu_TC = (torch.cat([s.aux_TC for s in captured]) for captured in states)
+    assert ((gpu_TC - cpu_TC).norm(dim=-1) / cpu_TC.norm(dim=-1)).quantile(0.9) < 0.05

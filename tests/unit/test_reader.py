@@ -1,0 +1,177 @@
+"""Reading ahead, positional reads, other filesystems and lent rows, against plain one-by-one access."""
+
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pytest
+import torch
+
+from ray_eagle.errors import DatasetError
+from ray_eagle.hidden_states import reader
+from ray_eagle.hidden_states.dataset import DatasetWriter, read_plan
+from ray_eagle.hidden_states.lending import borrowed, lent_rows
+from ray_eagle.hidden_states.plan import Unit, UnitPlan
+from ray_eagle.hidden_states.reader import HiddenStates, on_network
+from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample
+from ray_eagle.hidden_states.verify import verify
+from ray_eagle.run import Folder
+from tests.random_data import make_plan, random_dataset
+from tests.unit.test_hidden_states import equal
+
+
+def slow_read(folder: Folder, name: str) -> list[Sample]:
+    """Every row of a shard as pyarrow alone reads the file."""
+    from ray_eagle.hidden_states.schema import decode
+
+    with pa.OSFile(folder.file(name)) as file:
+        table = pa.ipc.open_file(file)
+        return [decode(table.get_batch(i)) for i in range(table.num_record_batches)]
+
+
+def through_a_subtree(folder: Folder) -> Folder:
+    """The same folder on a filesystem that is not the local one: positional reads, as on an object store."""
+    root, name = folder.path.rsplit("/", 1)
+    return Folder(pafs.SubTreeFileSystem(root, pafs.LocalFileSystem()), name)
+
+
+@pytest.mark.parametrize("state_dtype", list(STATE_DTYPES))
+def test_a_shard_is_a_plain_arrow_file(tmp_path: Path, state_dtype: str) -> None:
+    folder, units, _ = random_dataset(tmp_path, samples=30, state_dtype=state_dtype)
+    states = HiddenStates(folder, "train")
+    plain = [s for i, u in enumerate(units) if u.split == "train" for s in slow_read(folder, states.records[i].file)]
+    assert len(plain) == len(states) > 5
+    assert all(equal(a, b) for a, b in zip(plain, states, strict=True))
+
+
+@pytest.mark.parametrize("where", ["mapped", "positional", "remote"])
+@pytest.mark.parametrize("state_dtype", list(STATE_DTYPES))
+def test_batches_hold_the_samples_asked_for(
+    tmp_path: Path, state_dtype: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _, _ = random_dataset(tmp_path / "data", samples=40, state_dtype=state_dtype)
+    expected = list(HiddenStates(folder, "train"))
+    if where == "positional":
+        monkeypatch.setattr(reader, "on_network", lambda path: True)
+    states = HiddenStates(through_a_subtree(folder) if where == "remote" else folder, "train")
+    rng = random.Random(state_dtype)
+    groups = [rng.choices(range(len(states)), k=rng.randint(1, 7)) for _ in range(25)]
+    seen = 0
+    for group, batch in zip(groups, states.batches(iter(groups), ahead=3, threads=3), strict=True):
+        assert len(batch) == len(group)
+        assert all(equal(sample, expected[i]) for sample, i in zip(batch, group, strict=True))
+        seen += 1
+    assert seen == 25
+    assert all(equal(states[i], expected[i]) for i in range(len(states)))
+
+
+def test_batches_use_their_buffers_again(tmp_path: Path) -> None:
+    folder, _, _ = random_dataset(tmp_path, samples=40)
+    states = HiddenStates(folder, "train")
+    longest = max(range(len(states)), key=lambda i: states.lengths()[i])
+    groups = [[longest] * 4] * 3 + [[i] for i in range(len(states))] * 3
+    addresses = {batch[0].aux.data_ptr() // 4096 for batch in states.batches(groups, ahead=2)}
+    assert len(addresses) <= 2 * 3  # three buffers, a page or two each
+    assert list(states.batches([])) == []
+
+
+def test_a_consumer_may_stop_early(tmp_path: Path) -> None:
+    folder, _, _ = random_dataset(tmp_path, samples=40)
+    states = HiddenStates(folder, "train")
+    reading = states.batches([i] for i in list(range(len(states))) * 50)
+    assert equal(next(reading)[0], states[0])
+    reading.close()
+
+
+def test_a_shard_that_is_cut_or_gone_is_said(tmp_path: Path) -> None:
+    folder, _, _ = random_dataset(tmp_path)
+    rows = HiddenStates(folder, "train").rows
+    path = Path(folder.file(rows[0].file))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: rows[0].record.start + 9])
+    last = max(i for i, row in enumerate(rows) if row.file == rows[0].file)
+    for read in (lambda s: s[last], lambda s: next(s.batches([[last]])), lambda s: s[0]):
+        with pytest.raises(DatasetError, match=rf"{rows[0].file} cannot be read .*verify .*--repair"):
+            read(HiddenStates(folder, "train"))
+    path.unlink()
+    with pytest.raises(DatasetError, match=rf"{rows[0].file} cannot be read .*No such file"):
+        HiddenStates(folder, "train")[0]
+
+
+def test_a_single_sample_can_be_checked(tmp_path: Path) -> None:
+    folder, _, _ = random_dataset(tmp_path)
+    states = HiddenStates(folder, "train")
+    row = states.rows[1]
+    for i in range(len(states)):
+        states.check(i)
+    data = bytearray(Path(folder.file(row.file)).read_bytes())
+    data[row.record.start + row.record.bytes - 70] ^= 1
+    Path(folder.file(row.file)).write_bytes(data)
+    with pytest.raises(DatasetError, match=rf"sample {row.record.sample_id}: checksum"):
+        HiddenStates(folder, "train").check(1)
+
+
+def test_network_filesystems_are_told_by_the_mount_that_holds_the_file() -> None:
+    mounts = (
+        "/dev/vda / ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\n/dev/vdb /data/local xfs rw 0 0\n"
+        "s3 /mnt/my\\040bucket fuse.s3fs rw 0 0\n"
+    )
+    for path, network in [
+        ("/home/a", False),
+        ("/data/a/b", True),
+        ("/data/local/a", False),
+        ("/database/a", False),
+        ("/mnt/my bucket/a", True),
+    ]:
+        assert on_network(Path(path), mounts) == network, path
+
+
+def test_rows_of_another_run_are_read_where_they_are(tmp_path: Path) -> None:
+    lender, units, written = random_dataset(tmp_path / "lender" / "hidden_states", samples=30)
+    plan = read_plan(lender)
+    lent = lent_rows([str(tmp_path / "lender")], plan)
+    assert lent.keys() == written.keys()
+    # another split of the same samples: a unit borrows from one shard
+    rows = [sample for unit in units for sample in unit.samples]
+    mine = [
+        Unit(i, ("train", "held_out")[i % 2], tuple(s for s in rows if lent[s.sample_id] == shard), shard)
+        for i, shard in enumerate(sorted(set(lent.values())))
+    ]
+    folder = Folder.at(tmp_path / "mine")
+    planned = [
+        UnitPlan(split=u.split, samples=[s.sample_id for s in u.samples], tokens=u.tokens, lender=u.lender)
+        for u in mine
+    ]
+    with DatasetWriter(folder, make_plan([], hidden=8, vocab=50).model_copy(update={"units": planned})) as writer:
+        for unit in mine:
+            writer.commit(borrowed(unit))
+    assert verify(folder) == []
+    read = [s for split in ("train", "held_out") for s in HiddenStates(folder, split)]
+    assert len(read) == len(written) and all(equal(s, written[s.sample_id]) for s in read)
+    assert not [name for name in folder.names() if name.endswith(".arrow")]
+    gone = Path(mine[0].lender or "")
+    gone.unlink()
+    faults = verify(folder)
+    assert faults and all(str(gone) in fault.message for fault in faults)
+    lender.delete_file("unit-00000.json")
+    with pytest.raises(DatasetError, match="no longer holds"):
+        for unit in mine:
+            borrowed(unit)
+
+
+def test_a_run_that_captured_otherwise_cannot_lend(tmp_path: Path) -> None:
+    lender, _, _ = random_dataset(tmp_path)
+    plan = read_plan(lender).model_copy(update={"aux_layers": (0, 1, 2), "target": {"config": "other"}})
+    with pytest.raises(DatasetError, match=r"cannot lend.*aux_layers is \(1, 3, 4\) there.*the target's config differ"):
+        lent_rows([lender.path], plan)
+
+
+def test_states_in_8_bits_train_as_numbers(tmp_path: Path) -> None:
+    from ray_eagle.training.packing import make_pack
+
+    folder, _, _ = random_dataset(tmp_path, samples=20, state_dtype="float8")
+    samples = list(HiddenStates(folder, "train"))[:5]
+    pack = make_pack(samples, 2).to(torch.device("cpu"), torch.float32)
+    assert torch.equal(pack.aux_TC, torch.cat([s.aux_states(torch.float32) for s in samples]))
+    assert pack.aux_scale_TG is None
