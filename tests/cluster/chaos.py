@@ -234,7 +234,7 @@ def judge(folder: Path, figures: Figures) -> None:
     states = RunFolder.open(str(folder / "chaos")).of("extract")
     plan = read_plan(states)
     planned = sum(len(unit.samples) for unit in plan.units)
-    rows = sum(record.rows for record in read_records(states, plan).values())
+    rows = sum(len(record.rows) for record in read_records(states, plan).values())
     if rows != planned or len(calm) != len(plan.units):
         raise Failed(f"{rows} of {planned} samples in {len(calm)} of {len(plan.units)} units: something was set aside")
     words = [sys.executable, "-m", "ray_eagle", "verify", states.path, "--json"]
