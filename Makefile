@@ -3,13 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check format clean
+.PHONY: demo test chaos check format clean
 
 demo: $(READY)
 	$(BIN)/ray-eagle run -c demo.yaml
 
 test: $(READY)
 	$(BIN)/python -m pytest tests
+
+# The long form of tests/cluster/test_chaos.py: minutes.
+chaos: $(READY)
+	$(BIN)/python -m tests.cluster.chaos --kills 50 --drivers 3
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -5,14 +5,11 @@ import signal
 from pathlib import Path
 
 import pytest
-import ray
 
 from ray_eagle.conversations.conversation import read_conversations
 from ray_eagle.conversations.prompts import load_prompts
-from ray_eagle.errors import TargetError
 from ray_eagle.hidden_states.dataset import read_plan, read_records
 from ray_eagle.hidden_states.verify import verify
-from ray_eagle.pool import ActorPool
 from ray_eagle.run import RunFolder
 from ray_eagle.target.loading import load_tokenizer
 from tests.ray.pipeline import Watch, pipeline, ray_processes, tiny_config
@@ -152,24 +149,3 @@ def test_a_stopped_driver_resumes_without_redoing_committed_units(
     assert after.items() >= before.items() and len(after) == len(read_plan(states).units)
     assert verify(states) == []
     assert {n for n in states.names() if n.endswith(".arrow")} == set(after.values())
-
-
-class Fragile:
-    """Dies on one unit, refuses another, fails to start, as told."""
-
-    def __init__(self, mode: str) -> None:
-        if mode == "no start":
-            raise TargetError("weights are missing")
-        self.mode = mode
-
-    def work(self, unit: int) -> int:
-        if self.mode == "dies" and unit == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.mode == "refuses" and unit == 2:
-            raise TargetError("unit 2 is bad")
-        return unit * unit
-
-
-def pool(mode: str) -> ActorPool:
-    actor = ray.remote(Fragile)
-    return ActorPool(lambda name: actor.options(num_cpus=0.5, max_restarts=0).remote(mode), 2, "fragile")

@@ -1,21 +1,10 @@
-"""A pool of actors that works through units, each exactly once, however often actors, and nodes under them, die.
+"""The actors of a pool: made, handed units, replaced when they die. `ray_eagle.pool.blame` decides what a death means.
 
 The driver keeps a few calls in flight per actor, gets metadata back (never tensors), gives the units of a dead actor to
-others, and replaces it. What it blames for a death decides what it sets aside, so it blames with care:
+others, and replaces it. A unit on trial takes the slot of the actor that died under it, while the others go on.
 
-- Only the calls that an actor was running count, not those queued behind them; none is handed out before it is `ready`.
-  A unit blamed once shares an actor with no other: the first blame may be wrong (a reply lost with the process that had
-  just sent it; a second unit running beside the guilty one), the next are not.
-- The death of a node counts against nobody. Ray learns of it late (measured: 15 s after a raylet is killed, 65 s after a
-  machine freezes; the driver sees its actors out of reach within 2 s), so a death is *settled* only when an actor
-  made after it is ready on that node, or `node_news_s` later when the node still lives.
-- A unit blamed for three deaths is put on trial: its samples run one by one on a fresh actor, in the slot of the dead one,
-  while the others go on. A sample that kills three fresh actors, settled, and never succeeds between is a killer: the unit
-  runs without it. What a trial returns is thrown away; a unit is always made by `work`, so its bytes hang on no death.
-- A unit that dies three times, is acquitted sample by sample, and dies three times again, ends the run with its name.
-
-Three constructors that raise, or six actors (or two a slot) killed while starting, without a ready one between, end the
-run with the last error. So does, at once, an error of ours that a unit raises itself.
+Three constructors that raise without a ready actor between end the run with the last error; so do six actors (or two a
+slot) killed while starting without a ready one or a finished unit between, and at once an error of ours that a unit raises.
 """
 
 import time
@@ -38,9 +27,8 @@ from ray.exceptions import (
 
 from ray_eagle.errors import EagleError, WorkerError, WorkerLost
 from ray_eagle.metrics import Counters
+from ray_eagle.pool.blame import Blame, Death, Job
 
-MAX_DEATHS = 3
-"""Of a unit before it goes on trial, and of a sample, alone on fresh actors, before it is set aside."""
 MAX_FAILED_STARTS = 3
 MAX_KILLED_STARTS = 6
 NODE_NEWS_S = 75.0
@@ -66,39 +54,8 @@ def this_node() -> str:
 
 
 @dataclass(frozen=True)
-class _Death:
-    node: str
-    when: float
-    """When the driver saw it."""
-    error: str
-
-
-@dataclass
-class _Trial:
-    todo: deque[int]
-    deaths: dict[int, list[_Death]]
-    """Sample -> deaths of fresh actors; forgotten when it succeeds."""
-
-
-@dataclass(eq=False)
-class _Job:
-    """A unit and its history. It is always in exactly one place: a queue, or a call, or a worker that tries it."""
-
-    unit: Any
-    deaths: list[_Death] = field(default_factory=list)
-    without: frozenset[str] = frozenset()
-    trial: _Trial | None = None
-    acquitted: bool = False
-
-    @property
-    def alone(self) -> bool:
-        """Blamed before: it shares an actor with no other unit, so that a further death is surely its own."""
-        return self.acquitted or bool(self.deaths)
-
-
-@dataclass(frozen=True)
 class _Call:
-    job: _Job | None
+    job: Job | None
     """None: the call of `ready`."""
     sample: int | None = None
     """Index of the sample on trial; None: the whole unit."""
@@ -114,7 +71,7 @@ class _Worker:
     """By reference, in the order of submission."""
     node: str = ""
     """Where it is, once it is ready."""
-    trying: _Job | None = None
+    trying: Job | None = None
     trials: int = 0
 
     @property
@@ -144,17 +101,17 @@ class ActorPool:
         node_news_s: float = NODE_NEWS_S,
     ) -> None:
         self._make, self._size, self._name = make, size, name
-        self._concurrency, self._samples, self._node_news_s = concurrency, samples, node_news_s
+        self._concurrency = concurrency
+        self._blame = Blame(name, samples, node_news_s, _alive)
         self._metrics = Counters(name.removeprefix("eagle-"), actor=name)
-        self._waiting: deque[_Job] = deque()
-        self._suspects: deque[_Job] = deque()  # each needs a fresh actor
-        self._held: list[_Job] = []  # each needs its deaths settled
+        self._waiting: deque[Job] = deque()
+        self._suspects: deque[Job] = deque()  # each needs a fresh actor
+        self._held: list[Job] = []  # each needs its deaths settled
         self._workers: list[_Worker] = []
-        self._heard: dict[str, float] = {}  # node -> when the newest actor that got ready there was made
         self._where: Counter[str] = Counter()  # node -> deaths
         self._made = self._failed_starts = self._killed_starts = 0
-        self.quarantined: dict[str, str] = {}
-        """Samples that were set aside, and why."""
+        self.quarantined = self._blame.quarantined
+        """Samples that were set aside: name -> why."""
         self.deaths = 0
         """Actors that died, or were out of reach and replaced."""
         self.retries = 0
@@ -171,11 +128,13 @@ class ActorPool:
 
         Raises WorkerError as above, and an EagleError that a unit raises as it is.
         """
-        self._waiting = deque(_Job(unit) for unit in units)
+        self._waiting = deque(Job(unit) for unit in units)
         left = len(units)
         try:
             while left:
-                self._review()
+                held, self._held = self._held, []
+                for job in held:
+                    self._place(job)
                 self._staff()
                 self._assign()
                 self._metrics.set(queue=len(self._waiting) + len(self._suspects) + len(self._held))
@@ -231,7 +190,7 @@ class ActorPool:
                     worker.calls[worker.member.actor.trial.remote(job.unit, sample)] = _Call(job, sample)
                 else:
                     worker.trying = None
-                    self._held.append(job)
+                    self._place(job)
         regular = [worker for worker in self._workers if worker.node and not worker.trying]
         if self._suspects:
             regular = regular[1:]  # the first runs dry and makes room for a fresh actor
@@ -242,7 +201,7 @@ class ActorPool:
                 if spare and worker.units == depth and not worker.alone and (job := self._next(alone=depth == 0)):
                     worker.calls[worker.member.actor.work.remote(job.unit, job.without)] = _Call(job)
 
-    def _next(self, *, alone: bool) -> _Job | None:
+    def _next(self, *, alone: bool) -> Job | None:
         """The next waiting unit for an actor; with `alone`, for one that has no other call."""
         for job in self._waiting:
             if alone or not job.alone:
@@ -273,13 +232,13 @@ class ActorPool:
     def _accept(self, worker: _Worker, call: _Call, value: Any) -> list[tuple[Any, Any]]:
         if call.job is None:
             worker.node = value
-            self._heard[value] = max(worker.made, self._heard.get(value, 0.0))
+            self._blame.heard(value, worker.made)
             self._failed_starts = self._killed_starts = 0
         elif call.sample is None:
+            self._killed_starts = 0  # some actor lives
             return [(call.job.unit, value)]
         elif call.job.trial:
-            call.job.trial.todo.popleft()
-            call.job.trial.deaths.pop(call.sample, None)
+            call.job.trial.passed()
         return []
 
     def _bury(self, worker: _Worker, error: Exception, lost: WorkerLost | None = None) -> list[tuple[Any, Any]]:
@@ -300,93 +259,29 @@ class ActorPool:
         if not worker.node:
             self._count_start(worker, error, alive)
         else:
-            death = _Death((lost and lost.node) or worker.node, time.monotonic(), _short(error))
+            death = Death((lost and lost.node) or worker.node, time.monotonic(), _short(error))
             self._where[death.node] += 1
             if death.node in alive and not (lost and lost.node_died):
-                self._blame(worker, jobs[: self._concurrency], death)
+                for job in jobs[: self._concurrency]:
+                    self._blame.died(job, death, fresh=worker.trials == 1)
         if worker.trying:
             self._suspects.appendleft(worker.trying)
         else:
             self._give_back(jobs)
         return finished
 
-    def _blame(self, worker: _Worker, jobs: list[_Job], death: _Death) -> None:
-        for job in jobs:
-            if not job.trial:
-                job.deaths.append(death)
-            elif worker.trials == 1:  # a sample that dies on a used actor is tried again on a fresh one
-                sample = job.trial.todo[0]
-                deaths = _standing([*job.trial.deaths.get(sample, []), death])
-                job.trial.deaths[sample] = deaths
-                if len(deaths) >= MAX_DEATHS:
-                    job.trial.todo.popleft()
+    def _place(self, job: Job) -> None:
+        """Put a unit where it belongs now: before all others, or on trial, or on hold. Raises WorkerError (see Blame)."""
+        before = len(self.quarantined)
+        queues = {"run": self._waiting.appendleft, "try": self._suspects.append, "wait": self._held.append}
+        queues[self._blame.next(job)](job)
+        self._metrics.add(quarantined=len(self.quarantined) - before)
 
-    def _give_back(self, jobs: list[_Job]) -> None:
-        """Requeue units, in order and before all others; those with too many deaths go on trial or to the review."""
+    def _give_back(self, jobs: list[Job]) -> None:
         self.retries += len(jobs)
         self._metrics.add(retries=len(jobs))
         for job in reversed(jobs):
-            job.deaths = _standing(job.deaths)
-            if len(job.deaths) < MAX_DEATHS:
-                self._waiting.appendleft(job)
-            elif self._samples is None or job.acquitted:
-                self._held.append(job)
-            else:
-                names = self._samples(job.unit)
-                job.trial = _Trial(deque(i for i, name in enumerate(names) if name not in job.without), {})
-                self._suspects.append(job)
-
-    def _review(self) -> None:
-        """Conclude what can be concluded about the held units. Raises WorkerError for one that dies as a whole."""
-        for job in list(self._held):
-            if job.trial is None:
-                self._review_unit(job)
-            else:
-                self._review_trial(job, job.trial)
-
-    def _review_unit(self, job: _Job) -> None:
-        job.deaths = _standing(job.deaths)
-        if len(job.deaths) < MAX_DEATHS:
-            self._held.remove(job)
-            self._waiting.appendleft(job)
-        elif self._settled(job.deaths):
-            why = "killed from outside, or out of memory"
-            if job.acquitted:
-                why = "it dies as a whole, but each of its samples survives alone: out of memory? Lower extract.tokens_per_batch"
-            raise WorkerError(
-                f"{self._name}: unit {job.unit} was running in {MAX_DEATHS} actors that died ({why}). The last error: "
-                f"{job.deaths[-1].error}. What was committed is kept: run the stage again to go on."
-            )
-
-    def _review_trial(self, job: _Job, trial: _Trial) -> None:
-        killers = {}
-        for sample, deaths in trial.deaths.items():
-            trial.deaths[sample] = _standing(deaths)
-            if len(trial.deaths[sample]) < MAX_DEATHS:
-                trial.todo.append(sample)
-            elif not self._settled(trial.deaths[sample]):
-                return
-            else:
-                killers[sample] = trial.deaths[sample][-1].error
-        self._held.remove(job)
-        if trial.todo:
-            self._suspects.append(job)
-            return
-        names = self._samples(job.unit) if self._samples else []
-        for sample, error in killers.items():
-            self.quarantined[names[sample]] = (
-                f"killed {MAX_DEATHS} fresh actors, each alone in it. The last error: {error}"
-            )
-        self._metrics.add(quarantined=len(killers))
-        job.without |= {names[sample] for sample in killers}
-        job.acquitted = not killers
-        job.deaths, job.trial = [], None
-        self._waiting.appendleft(job)
-
-    def _settled(self, deaths: list[_Death]) -> bool:
-        """Is it known that these actors died on nodes that lived on? (Those on dead nodes are not among them.)"""
-        now = time.monotonic()
-        return all(self._heard.get(d.node, 0.0) > d.when or now > d.when + self._node_news_s for d in deaths)
+            self._place(job)
 
     def _count_start(self, worker: _Worker, error: Exception, alive: frozenset[str]) -> None:
         if getattr(error, "actor_init_failed", False):
@@ -402,12 +297,6 @@ class ActorPool:
                     f"{self._name}: {self._killed_starts} actors in a row were killed while starting (out of memory? Ask for "
                     f"fewer actors, or a smaller target.dtype). The last error: {error}"
                 )
-
-
-def _standing(deaths: list[_Death]) -> list[_Death]:
-    """Without those whose node is known to be dead by now."""
-    alive = _alive()
-    return [death for death in deaths if death.node in alive]
 
 
 def _alive() -> frozenset[str]:
