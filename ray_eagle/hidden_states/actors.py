@@ -10,7 +10,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray_eagle.cluster import ensure_resources
 from ray_eagle.config import Config, ExtractConfig
 from ray_eagle.errors import ConfigError
-from ray_eagle.hidden_states.extractor import CONCURRENCY, Extractor
+from ray_eagle.hidden_states import extractor
+from ray_eagle.hidden_states import pipeline as staged
+from ray_eagle.hidden_states.extractor import Extractor
 from ray_eagle.hidden_states.pipeline import Pipeline
 from ray_eagle.hidden_states.plan import Unit
 from ray_eagle.pool import ActorPool, Member
@@ -29,7 +31,9 @@ def make_pool(config: Config, facts: TargetFacts, folder: Folder) -> ActorPool:
     ensure_resources(bundle, settings.actors * len(layers), config.ray.wait_s)
 
     def whole(name: str) -> Member:
-        actor = ray.remote(Extractor).options(num_cpus=settings.cpus, num_gpus=settings.gpus, **_options(name))
+        actor = ray.remote(Extractor).options(
+            num_cpus=settings.cpus, num_gpus=settings.gpus, **_options(name, extractor.CONCURRENCY)
+        )
         return Member(actor.remote(config.target, facts, settings, folder, name))
 
     def pipeline(name: str) -> Member:
@@ -37,7 +41,7 @@ def make_pool(config: Config, facts: TargetFacts, folder: Folder) -> ActorPool:
         head = ray.remote(Pipeline).options(
             num_cpus=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
-            **_options(name),
+            **_options(name, staged.CONCURRENCY),
         )
         actor = head.remote(config.target, facts, settings, folder, layers, name)
         return Member(actor, close=lambda: remove_placement_group(group))
@@ -45,8 +49,9 @@ def make_pool(config: Config, facts: TargetFacts, folder: Folder) -> ActorPool:
     def samples(unit: Unit) -> list[str]:
         return [sample.sample_id for sample in unit.samples]
 
-    make = whole if len(layers) == 1 else pipeline
-    return ActorPool(make, settings.actors, NAME, concurrency=CONCURRENCY, samples=samples)
+    if len(layers) == 1:
+        return ActorPool(whole, settings.actors, NAME, concurrency=extractor.CONCURRENCY, samples=samples)
+    return ActorPool(pipeline, settings.actors, NAME, concurrency=staged.CONCURRENCY, samples=samples)
 
 
 def stage_layers(settings: ExtractConfig, facts: TargetFacts) -> list[range]:
@@ -62,5 +67,5 @@ def stage_layers(settings: ExtractConfig, facts: TargetFacts) -> list[range]:
     return [range(start, end) for start, end in pairwise(accumulate(settings.split, initial=0))]
 
 
-def _options(name: str) -> dict[str, Any]:
-    return {"name": name, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": CONCURRENCY}
+def _options(name: str, concurrency: int) -> dict[str, Any]:
+    return {"name": name, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": concurrency}

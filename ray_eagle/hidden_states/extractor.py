@@ -22,6 +22,7 @@ from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample, last_dtype
 from ray_eagle.hidden_states.shard import ShardWriter, UnitRecord
 from ray_eagle.hidden_states.staging import Fetched, Staging
 from ray_eagle.metrics import Counters
+from ray_eagle.pool import this_node
 from ray_eagle.run import Folder
 from ray_eagle.target.capture import StageOutput, TokenPack
 from ray_eagle.target.loading import TargetFacts
@@ -48,9 +49,7 @@ class Extractor:
 
     def ready(self) -> str:
         """The node that this actor runs on."""
-        import ray
-
-        return ray.get_runtime_context().get_node_id()
+        return this_node()
 
     def work(self, unit: Unit, without: frozenset[str] = frozenset()) -> UnitRecord:
         """Capture a unit into one attempt file; returns the record that would commit it.

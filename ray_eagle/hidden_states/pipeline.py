@@ -28,6 +28,7 @@ from ray_eagle.hidden_states.plan import TokenSample, Unit
 from ray_eagle.hidden_states.schema import STATE_DTYPES
 from ray_eagle.hidden_states.shard import UnitRecord
 from ray_eagle.hidden_states.staging import Staging
+from ray_eagle.pool import this_node
 from ray_eagle.run import Folder
 from ray_eagle.target.capture import TokenPack
 from ray_eagle.target.loading import TargetFacts, choose_dtype
@@ -37,6 +38,8 @@ THREADS = 3
 """Packs at one stage at once: one arriving, one computing, one leaving."""
 AHEAD = 2
 """Packs of a unit on their way beyond one a stage."""
+CONCURRENCY = 4
+"""Units in work at once in one pipeline: a unit may be a few packs, and each is written by a thread of its own."""
 
 Arrays = dict[str, np.ndarray]
 
@@ -69,10 +72,13 @@ class StageWorker:
 
     def ready(self) -> str:
         """The node that this actor runs on."""
-        return ray.get_runtime_context().get_node_id()
+        return this_node()
 
-    def forward(self, samples: Sequence[TokenSample], hidden: Arrays | None) -> tuple[Arrays, list[Arrays]]:
-        """A pack's residual stream after this stage, and the aux states that it owns, as host arrays."""
+    def forward(self, samples: Sequence[TokenSample], hidden: list[Any] | None) -> tuple[list[Any], list[Any]]:
+        """A pack's residual stream after this stage, and the aux states that it owns: each an object of host arrays.
+
+        The references are in lists, so that Ray hands them on as they are: what they name is stored straight from the slot.
+        """
         output, layers = self._compute(samples, hidden)
         assert output.hidden_TH is not None
         flat = {"hidden": output.hidden_TH} | {
@@ -80,20 +86,21 @@ class StageWorker:
         }
         with self.shelf.staging.fetch(flat) as host:
             arrays = {name: _to_numpy(value) for name, value in host.items()}
-        own = [{name: arrays[f"{name}.{i}"] for name in layer} for i, layer in enumerate(layers)]
-        return {"hidden": arrays["hidden"]}, own
+            own = [{name: arrays[f"{name}.{i}"] for name in layer} for i, layer in enumerate(layers)]
+            return [ray.put(arrays["hidden"])], [ray.put(own)]
 
     def open(self, attempt: str, unit: Unit) -> None:
         """Begin to write a unit (on the last stage)."""
         self._open[attempt] = self.shelf.open(unit)
 
     def store(
-        self, attempt: str, number: int, samples: Sequence[TokenSample], hidden: Arrays | None, *earlier: list[Arrays]
+        self, attempt: str, number: int, samples: Sequence[TokenSample], hidden: list[Any] | None, *earlier: list[Any]
     ) -> None:
         """Finish pack `number` of an attempt and write it, with the aux states of the earlier stages."""
         output, own = self._compute(samples, hidden)
+        arrived: list[list[Arrays]] = ray.get([reference for [reference] in earlier])
         layers = [
-            {name: self._tensor(name, value) for name, value in layer.items()} for part in earlier for layer in part
+            {name: self._tensor(name, value) for name, value in layer.items()} for part in arrived for layer in part
         ]
         self._open[attempt].put(number, samples, stored_teacher(output, self.settings.state_dtype), [*layers, *own])
 
@@ -110,15 +117,15 @@ class StageWorker:
         if shelved := self._open.pop(attempt, None):
             shelved.close()
 
-    def trial(self, samples: Sequence[TokenSample], hidden: Arrays | None, *earlier: list[Arrays]) -> None:
+    def trial(self, samples: Sequence[TokenSample], hidden: list[Any] | None, *earlier: list[Any]) -> None:
         """Finish a pack and forget it."""
         output, _ = self._compute(samples, hidden)
         with self.shelf.staging.fetch(stored_teacher(output, self.settings.state_dtype)):
             pass
 
-    def _compute(self, samples: Sequence[TokenSample], hidden: Arrays | None) -> tuple[Any, list[dict[str, Tensor]]]:
+    def _compute(self, samples: Sequence[TokenSample], hidden: list[Any] | None) -> tuple[Any, list[dict[str, Tensor]]]:
         pack = TokenPack.of([(s.input_ids, s.loss_mask) for s in samples])
-        hidden_TH = None if hidden is None else self._upload(hidden["hidden"])
+        hidden_TH = None if hidden is None else self._upload(ray.get(hidden[0]))
         with self.computing:
             output = self.stage.run(pack, hidden_TH)
             return output, stored_aux(output, self.settings.state_dtype)
@@ -168,11 +175,15 @@ class Pipeline:
             ).remote(target, facts, settings, folder, layers, f"{name}-stage-{i}")
             for i, layers in enumerate(split)
         ]
-        self.nodes = ray.get([stage.ready.remote() for stage in self.stages])
+        self.nodes = [""] * len(split)
 
     def ready(self) -> str:
-        """The node that the pipeline's head runs on."""
-        return ray.get_runtime_context().get_node_id()
+        """The node that the pipeline's head runs on, once every stage is ready. Raises WorkerLost when one died."""
+        try:
+            self.nodes = ray.get([stage.ready.remote() for stage in self.stages])
+        except RayError as error:
+            raise self._explained(error, "") from None
+        return this_node()
 
     def work(self, unit: Unit, without: frozenset[str] = frozenset()) -> UnitRecord:
         """Send a unit through; returns the record that would commit it. Raises WorkerLost when a stage died."""
@@ -224,10 +235,10 @@ class Pipeline:
 
 
 def _to_numpy(tensor: Tensor) -> np.ndarray:
-    """A copy, since the tensor's memory is used again; numpy knows neither bfloat16 nor 8-bit floats, so their bits."""
+    """Its bits as numpy knows them, which has neither bfloat16 nor 8-bit floats; a view."""
     bits = (
         {2: torch.uint16, 1: torch.uint8}[tensor.itemsize]
         if tensor.is_floating_point() and tensor.itemsize < 4
         else tensor.dtype
     )
-    return tensor.view(bits).numpy().copy()
+    return tensor.view(bits).numpy()
