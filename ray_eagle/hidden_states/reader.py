@@ -6,9 +6,10 @@ stores, each row is one positional read. `batches` reads ahead into buffers that
 
 import mmap
 import os
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from ray_eagle.run import Folder
 
 ALIGN = 64
 """Bytes: where Arrow aligns a row's buffers in its file, and therefore in ours."""
+OPEN_FILES = 128
+"""Shards open at once: a dataset of terabytes has more of them than a process may open."""
 NETWORK = ("nfs", "cifs", "smb", "lustre", "ceph", "gpfs", "beegfs", "glusterfs", "9p", "fuse")
 
 
@@ -54,7 +57,7 @@ class HiddenStates:
                     )
                 self.rows += [Row(self.records[index].file, row) for row in self.records[index].rows]
         self._schema = schema(self.plan.hidden_size, self.plan.state_dtype)
-        self._files: dict[str, _File] = {}
+        self._files: OrderedDict[str, _File] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -70,6 +73,12 @@ class HiddenStates:
     def lengths(self) -> list[int]:
         """Tokens of each sample, without reading it."""
         return [row.record.tokens for row in self.rows]
+
+    def shard(self, rank: int, world: int) -> "HiddenStates":
+        """Every `world`-th sample from `rank` on: together the ranks see each sample once."""
+        part = copy(self)
+        part.rows, part._files = self.rows[rank::world], OrderedDict()
+        return part
 
     def check(self, index: int) -> None:
         """Raises DatasetError when the bytes of a sample are not the ones that were written."""
@@ -127,6 +136,9 @@ class HiddenStates:
         if row.file not in self._files:
             folder, name = locate(self.folder, row.file)
             self._files[row.file] = open_file(folder, name)
+            if len(self._files) > OPEN_FILES:
+                self._files.popitem(last=False)
+        self._files.move_to_end(row.file)
         return self._files[row.file]
 
     def _decode(self, message: Any, row: Row) -> Sample:

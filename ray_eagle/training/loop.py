@@ -86,7 +86,7 @@ class Trainer:
         head_VH, embedding_VH, _ = head_and_embedding(job.facts)
         self.draft_head_DH = head_VH[self.drafter.target_ids.cpu()].to(self.device, torch.float32)
         self.embedding_VH = embedding_VH.to(self.device, torch.float32)
-        self.validation = HiddenStates(job.run.of("extract"), "validation")
+        self.validation = HiddenStates(job.run.of("extract"), "validation").shard(rank, world)
         self.lengths = self.data.lengths()
         epochs = [self._epoch(e) for e in range(self.settings.epochs)]
         self.plan = [packs for epoch in epochs for packs in epoch]
@@ -167,11 +167,10 @@ class Trainer:
 
     def validate(self) -> dict[str, float]:
         """Predicted acceptance length and accuracies over this run's validation conversations, the same on all workers."""
-        mine = range(self.rank, len(self.validation), self.world)
         with torch.autocast(self.device.type, self.compute, enabled=self.compute != torch.float32):
             predictions = predict(
                 self.drafter,
-                (self.validation[i] for i in mine),
+                iter(self.validation),
                 self.embedding_VH,
                 self.draft_head_DH,
                 self.settings.unroll_steps,

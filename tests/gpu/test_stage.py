@@ -10,11 +10,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ray_eagle.config import TargetConfig
 from ray_eagle.target.attention import flash_runs, packed_attention
-from ray_eagle.target.capture import Stage, TokenPack, capture_pack
+from ray_eagle.target.capture import Stage, TokenPack
 from ray_eagle.target.loading import read_facts
 from ray_eagle.target.split import layer_costs, split_layers
 from ray_eagle.target.stage import load_stage
 from tests.random_data import random_tokens
+from tests.states import capture_pack
 from tests.tiny import VOCAB, tiny_deepseek_v3, tiny_qwen3_moe, tiny_target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

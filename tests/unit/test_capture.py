@@ -21,12 +21,13 @@ from transformers import (
 from ray_eagle.config import TargetConfig
 from ray_eagle.errors import TargetError
 from ray_eagle.target.attention import PACKED, packed_attention, packed_attention_fits
-from ray_eagle.target.capture import AuxHooks, TokenPack, capture_pack, teacher
+from ray_eagle.target.capture import AuxHooks, TokenPack, teacher
 from ray_eagle.target.layers import check_aux_layers, default_aux_layers
 from ray_eagle.target.loading import load_model, read_facts
 from ray_eagle.target.parts import find_parts
 from ray_eagle.target.stage import load_stage
 from tests.random_data import random_tokens
+from tests.states import capture_pack
 from tests.tiny import VOCAB, tiny_deepseek_v3, tiny_qwen3_moe, tiny_target
 
 CPU = torch.device("cpu")

@@ -76,6 +76,28 @@ def test_batches_use_their_buffers_again(tmp_path: Path) -> None:
     assert list(states.batches([])) == []
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 50])
+def test_ranks_together_see_each_sample_once(tmp_path: Path, world: int) -> None:
+    folder, _, _ = random_dataset(tmp_path, samples=40)
+    states = HiddenStates(folder, "train")
+    parts = [states.shard(rank, world) for rank in range(world)]
+    assert sorted(s.sample_id for part in parts for s in part) == sorted(s.sample_id for s in states)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert [s.sample_id for s in parts[-1]] == [states[i].sample_id for i in range(world - 1, len(states), world)]
+
+
+def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "OPEN_FILES", 2)
+    folder, units, _ = random_dataset(tmp_path, samples=60)
+    states = HiddenStates(folder, "train")
+    kept = states[0]  # a view stays good after its file was closed
+    read = [sample.sample_id for sample in states]
+    assert sum(unit.split == "train" for unit in units) > 4
+    opened = [link for link in Path("/proc/self/fd").iterdir() if str(link.resolve()).startswith(str(tmp_path))]
+    assert len(opened) <= 2 * 2 + 1  # of each shard and its map, and the map under the view
+    assert len(read) == len(states) and equal(kept, states[0])
+
+
 def test_a_consumer_may_stop_early(tmp_path: Path) -> None:
     folder, _, _ = random_dataset(tmp_path, samples=40)
     states = HiddenStates(folder, "train")

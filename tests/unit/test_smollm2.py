@@ -15,12 +15,12 @@ from ray_eagle.hidden_states.schema import Sample, sample_id
 from ray_eagle.probing.predict import predict
 from ray_eagle.serving.generation import complete_passes
 from ray_eagle.serving.reference import load_engine
-from ray_eagle.target.capture import capture_pack
 from ray_eagle.target.loading import head_and_embedding, load_tokenizer, read_facts
 from ray_eagle.target.parts import find_parts
 from ray_eagle.training.packing import make_pack
 from ray_eagle.training.unroll import entering_counts, loss_weights, score_steps
 from ray_eagle.vocab import choose_tokens, to_map
+from tests.states import capture_pack
 
 pytestmark = pytest.mark.smollm2
 STEPS = 3
