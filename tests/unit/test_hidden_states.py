@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.fs as pafs
 import pytest
 import torch
 
 from ray_eagle.conversations.conversation import Conversation
 from ray_eagle.errors import DatasetError
+from ray_eagle.hidden_states import dataset
 from ray_eagle.hidden_states.dataset import LOCK, DatasetWriter, parse_record, read_plan, record_name
 from ray_eagle.hidden_states.plan import plan_packs, plan_units, tokenise
 from ray_eagle.hidden_states.reader import HiddenStates
@@ -130,6 +132,31 @@ def test_a_second_driver_is_refused_naming_the_first(tmp_path: Path) -> None:
     assert not folder.exists(LOCK)
     with DatasetWriter(folder, plan) as writer:
         assert len(writer.records) == len(units)
+
+
+def test_on_an_object_store_a_folder_has_one_driver_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing there can be created only if absent: of two drivers that saw no lock, the one whose lock is overwritten stops."""
+    monkeypatch.setattr(dataset, "SETTLE_S", 0.05)
+    local, units, written = random_dataset(tmp_path / "local")
+    store = Folder(pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem()), "store")
+    plan = read_plan(local)
+    with DatasetWriter(store, plan) as writer:
+        for unit in units:
+            writer.commit(write_shard(store, unit, [written[s.sample_id] for s in unit.samples], 8, "bfloat16"))
+        with pytest.raises(DatasetError, match=rf"process {os.getpid()} on"), DatasetWriter(store, plan):
+            pass
+    assert verify(store) == [] and not store.exists(LOCK)
+    for index in range(len(units)):
+        one, other = (folder.read_bytes(folder.read_json(record_name(index))["file"]) for folder in (local, store))
+        assert one == other
+
+    def another_driver(seconds: float) -> None:
+        store.write_json(LOCK, {"host": "elsewhere", "pid": 1, "started": "1", "nonce": "x"})
+
+    monkeypatch.setattr(dataset.time, "sleep", another_driver)
+    with pytest.raises(DatasetError, match="elsewhere"), DatasetWriter(store, plan):
+        pass
+    assert store.read_json(LOCK)["host"] == "elsewhere"
 
 
 def test_the_lock_of_a_dead_driver_is_taken_over(tmp_path: Path) -> None:
