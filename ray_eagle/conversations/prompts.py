@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -100,9 +101,8 @@ def split_prompts(
     texts = [shingles(" ".join(p.turns)) for p in split]
     trained = [text for p, text in zip(split, texts, strict=True) if p.split != "held_out"]
     while trained:  # what is moved may be close to another held-out prompt in its turn
-        moved = [
-            i for i, p in enumerate(split) if p.split == "held_out" and closest(texts[i], trained) >= near_duplicate
-        ]
+        index = ShingleIndex(trained)
+        moved = [i for i, p in enumerate(split) if p.split == "held_out" and index.closest(texts[i]) >= near_duplicate]
         for i in moved:
             split[i] = replace(split[i], split="train")
         trained = [texts[i] for i in moved]
@@ -115,6 +115,19 @@ def shingles(text: str, size: int = 5) -> frozenset[str]:
     return frozenset(folded[i : i + size] for i in range(max(1, len(folded) - size + 1)))
 
 
-def closest(one: frozenset[str], others: list[frozenset[str]]) -> float:
-    """Highest Jaccard similarity of one set with any of the others; 0 without others."""
-    return max((len(one & other) / len(one | other) for other in others), default=0.0)
+class ShingleIndex:
+    """Many sets of shingles, by shingle: the closest one is found without looking at those that share none."""
+
+    def __init__(self, sets: list[frozenset[str]]) -> None:
+        self._sizes = [len(one) for one in sets]
+        self._holders: dict[str, list[int]] = {}
+        for number, one in enumerate(sets):
+            for shingle in one:
+                self._holders.setdefault(shingle, []).append(number)
+
+    def closest(self, one: frozenset[str]) -> float:
+        """Highest Jaccard similarity of a set with any of these; 0 without any."""
+        shared: Counter[int] = Counter()
+        for shingle in one:
+            shared.update(self._holders.get(shingle, ()))
+        return max((both / (len(one) + self._sizes[i] - both) for i, both in shared.items()), default=0.0)

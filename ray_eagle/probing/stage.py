@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel
 
 from ray_eagle.config import Config
-from ray_eagle.conversations.prompts import Prompt, closest, load_prompts, read_prompts, shingles
+from ray_eagle.conversations.prompts import Prompt, ShingleIndex, load_prompts, read_prompts, shingles
 from ray_eagle.conversations.template import render_prompt
 from ray_eagle.drafter.checkpoint import check_fits, load_drafter, read_shape
 from ray_eagle.drafter.start import new_shape
@@ -176,11 +176,11 @@ def probe_prompts(config: Config, facts: TargetFacts) -> tuple[list[ProbePrompt]
     Raises InputError when none is left.
     """
     known = load_prompts(config.generate)
-    trained = [shingles(" ".join(p.turns)) for p in known if p.split != "held_out"]
+    trained = ShingleIndex([shingles(" ".join(p.turns)) for p in known if p.split != "held_out"])
     chosen: list[Prompt] = [p for p in known if p.split == "held_out"]
     if config.probe.prompts:
         chosen = read_prompts(Path(config.probe.prompts).expanduser())
-    far = [p for p in chosen if closest(shingles(" ".join(p.turns)), trained) < config.generate.near_duplicate]
+    far = [p for p in chosen if trained.closest(shingles(" ".join(p.turns))) < config.generate.near_duplicate]
     if not chosen:
         raise InputError(
             "probe: expected held-out prompts, found none. Raise generate.held_out_share, or set probe.prompts."

@@ -12,7 +12,7 @@ from ray_eagle.config import GenerateConfig
 from ray_eagle.conversations.prompts import (
     BUILTIN,
     Prompt,
-    closest,
+    ShingleIndex,
     load_prompts,
     prompts_hash,
     read_prompts,
@@ -112,8 +112,8 @@ def test_similarity_equals_the_plain_definition(seed: int) -> None:
     for one in texts:
         others = rng.sample(texts, 4)
         expected = max(slow_jaccard(one, other) for other in others)
-        assert closest(shingles(one), [shingles(other) for other in others]) == pytest.approx(expected)
-    assert closest(shingles("a"), []) == 0
+        assert ShingleIndex([shingles(other) for other in others]).closest(shingles(one)) == pytest.approx(expected)
+    assert ShingleIndex([]).closest(shingles("a")) == 0
 
 
 # --- the split ------------------------------------------------------------------------------------------------------
