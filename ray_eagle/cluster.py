@@ -107,6 +107,14 @@ def ensure_resources(bundle: dict[str, float], count: int, wait_s: float) -> Non
     raise WorkerError(describe_shortage(asked, count, _nodes(), ray.available_resources()))
 
 
+def shortage(bundle: dict[str, float], count: int) -> str | None:
+    """Why the nodes that live could not hold `count` such bundles even if nothing else ran; None when they could."""
+    asked = {name: amount for name, amount in bundle.items() if amount > 0}
+    if not asked or fitting(asked, count, _nodes()) == count:
+        return None
+    return describe_shortage(asked, count, _nodes(), ray.available_resources())
+
+
 def fitting(bundle: dict[str, float], count: int, nodes: list[dict[str, float]]) -> int:
     """How many of `count` equal bundles fit on nodes with these total resources, each whole on one node."""
     fits = 0

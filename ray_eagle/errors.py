@@ -44,10 +44,8 @@ class WorkerError(EagleError):
 class WorkerLost(EagleError):
     """Raised by an actor that leads others when one of them died: to the pool it is the death of the whole group."""
 
-    def __init__(self, message: str, node_died: bool = False, node: str = "") -> None:
+    def __init__(self, message: str, node: str = "") -> None:
         super().__init__(message)
-        self.node_died = node_died
-        """It is known already that the node of the dead actor died."""
         self.node = node
         """Id of that node, where known: the pool looks later whether it died, since Ray learns of that late."""
 

@@ -71,9 +71,11 @@ def content_hash(value: Any) -> str:
 class Folder:
     """A folder on any filesystem that pyarrow.fs reaches. Writes are atomic: an object is whole or absent."""
 
-    def __init__(self, fs: pafs.FileSystem, path: str) -> None:
+    def __init__(self, fs: pafs.FileSystem, path: str, uri: str = "") -> None:
         self.fs = fs
         self.path = path.rstrip("/")
+        self.uri = uri or self.path
+        """What `at` opens again, on any machine that sees it."""
 
     @classmethod
     def at(cls, uri: str | os.PathLike[str]) -> "Folder":
@@ -81,7 +83,7 @@ class Folder:
         text = os.fspath(uri)
         if "://" in text:
             fs, path = pafs.FileSystem.from_uri(text)
-            return cls(fs, path)
+            return cls(fs, path, text)
         return cls(pafs.LocalFileSystem(), str(Path(text).expanduser().absolute()))
 
     @property
@@ -89,7 +91,12 @@ class Folder:
         return isinstance(self.fs, pafs.LocalFileSystem)
 
     def folder(self, name: str) -> "Folder":
-        return Folder(self.fs, f"{self.path}/{name}")
+        return Folder(self.fs, f"{self.path}/{name}", self.place(name))
+
+    def place(self, name: str) -> str:
+        """Path or URI of something inside, the options of an object store kept at its end."""
+        base, mark, options = self.uri.partition("?")
+        return f"{base.rstrip('/')}/{name}{mark}{options}"
 
     def file(self, name: str) -> str:
         return f"{self.path}/{name}"
@@ -186,7 +193,7 @@ class RunFolder(Folder):
                 "resolves it first."
             )
         folder = Folder.at(uri)
-        return cls(folder.fs, folder.path)
+        return cls(folder.fs, folder.path, folder.uri)
 
     def of(self, stage: str) -> Folder:
         """The folder that a stage writes."""

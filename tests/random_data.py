@@ -80,6 +80,8 @@ def make_plan(
         hidden_size=hidden,
         vocab_size=vocab,
         state_dtype=state_dtype,
+        compute_dtype="float32",
+        attention="sdpa",
         tokens_per_batch=64,
         seed=seed,
         target={"config": "c"},

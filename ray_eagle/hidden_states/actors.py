@@ -4,10 +4,11 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import ray
+import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ray_eagle.cluster import ensure_resources
+from ray_eagle.cluster import ensure_resources, shortage
 from ray_eagle.config import Config, ExtractConfig
 from ray_eagle.errors import ConfigError
 from ray_eagle.hidden_states import extractor
@@ -17,7 +18,7 @@ from ray_eagle.hidden_states.pipeline import Pipeline
 from ray_eagle.hidden_states.plan import Unit
 from ray_eagle.pool import ActorPool, Member
 from ray_eagle.run import Folder
-from ray_eagle.target.loading import TargetFacts
+from ray_eagle.target.loading import TargetFacts, choose_dtype
 from ray_eagle.target.split import layer_costs, split_layers
 
 NAME = "eagle-extract"
@@ -26,6 +27,7 @@ NAME = "eagle-extract"
 def make_pool(config: Config, facts: TargetFacts, folder: Folder) -> ActorPool:
     """The pool for a dataset folder; waits for its resources. Raises WorkerError that names what is missing."""
     settings = config.extract
+    target = config.target.model_copy(update={"dtype": compute_dtype(config)})
     layers = stage_layers(settings, facts)
     bundle = {"CPU": settings.cpus, "GPU": settings.gpus}
     ensure_resources(bundle, settings.actors * len(layers), config.ray.wait_s)
@@ -34,7 +36,7 @@ def make_pool(config: Config, facts: TargetFacts, folder: Folder) -> ActorPool:
         actor = ray.remote(Extractor).options(
             num_cpus=settings.cpus, num_gpus=settings.gpus, **_options(name, extractor.CONCURRENCY)
         )
-        return Member(actor.remote(config.target, facts, settings, folder, name))
+        return Member(actor.remote(target, facts, settings, folder, name))
 
     def pipeline(name: str) -> Member:
         group = placement_group([bundle] * len(layers), strategy="PACK")
@@ -43,15 +45,28 @@ def make_pool(config: Config, facts: TargetFacts, folder: Folder) -> ActorPool:
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
             **_options(name, staged.CONCURRENCY),
         )
-        actor = head.remote(config.target, facts, settings, folder, layers, name)
+        actor = head.remote(target, facts, settings, folder, layers, name)
         return Member(actor, close=lambda: remove_placement_group(group))
 
     def samples(unit: Unit) -> list[str]:
         return [sample.sample_id for sample in unit.samples]
 
-    if len(layers) == 1:
-        return ActorPool(whole, settings.actors, NAME, concurrency=extractor.CONCURRENCY, samples=samples)
-    return ActorPool(pipeline, settings.actors, NAME, concurrency=staged.CONCURRENCY, samples=samples)
+    make, concurrency = (whole, extractor.CONCURRENCY) if len(layers) == 1 else (pipeline, staged.CONCURRENCY)
+    return ActorPool(
+        make,
+        settings.actors,
+        NAME,
+        concurrency=concurrency,
+        samples=samples,
+        shortage=lambda: shortage(bundle, len(layers)),
+        patience_s=config.ray.wait_s,
+    )
+
+
+def compute_dtype(config: Config) -> str:
+    """Chosen once, by the driver: actors on different machines must not choose for themselves."""
+    device = torch.device("cuda" if config.extract.gpus else "cpu")
+    return str(choose_dtype(config.target.dtype, device)).removeprefix("torch.")
 
 
 def stage_layers(settings: ExtractConfig, facts: TargetFacts) -> list[range]:

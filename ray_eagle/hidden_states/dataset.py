@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ray_eagle.errors import DatasetError
+from ray_eagle.errors import DatasetError, InputError
 from ray_eagle.hidden_states.plan import FORMAT, DatasetPlan
 from ray_eagle.hidden_states.shard import UnitRecord, sync
 from ray_eagle.run import Folder, content_hash
@@ -79,16 +79,22 @@ def parse_record(data: bytes) -> UnitRecord:
     return record
 
 
-def refuse_if_locked(folder: Folder) -> None:
-    """Raises DatasetError when a driver that may be alive holds the lock; a dead one on this host does not count."""
-    if not folder.exists(LOCK):
-        return
-    holder = folder.read_json(LOCK)
+def refuse_if_locked(folder: Folder) -> bytes | None:
+    """The lock of a driver that died on this host; None without a lock. Raises DatasetError when its holder may be alive."""
+    try:
+        lock = folder.read_bytes(LOCK)
+    except InputError:
+        return None
+    try:
+        holder = json.loads(lock)
+    except ValueError:
+        holder = {"host": "?", "pid": "?", "started": None}
     if holder["host"] != socket.gethostname() or _process_start(holder["pid"]) == holder["started"]:
         raise DatasetError(
             f"{folder.path} is being written by process {holder['pid']} on {holder['host']}. Wait for it or stop it; if it is "
             f"gone, delete {folder.file(LOCK)}."
         )
+    return lock
 
 
 class DatasetWriter:
@@ -116,22 +122,40 @@ class DatasetWriter:
             self.records = read_records(self.folder, self.plan)
             self._sweep()
         except BaseException:
-            self.folder.delete_file(LOCK)
+            self._unlock()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.folder.delete_file(LOCK)
+        if self._held():
+            self._sweep()
+        self._unlock()
 
-    def commit(self, record: UnitRecord) -> None:
-        """Make an attempt exist. A unit is committed once; raises DatasetError for a second time."""
-        record.seal = record.expected_seal()
-        text = record.model_dump_json().encode()
-        if not _create(self.folder, record_name(record.unit), text):
+    def commit(self, record: UnitRecord, *, disturbed: bool = False) -> None:
+        """Make an attempt exist. `disturbed`: actors died, so other attempts at the unit may lie around; they are deleted.
+
+        A unit is committed once; raises DatasetError for a second time, for rows that are not the planned ones, and when the
+        filesystem takes no more.
+        """
+        name = self.folder.file(record_name(record.unit))
+        made = {row.sample_id for row in record.rows} | {row.sample_id for row in record.quarantined}
+        if made != set(self.plan.units[record.unit].samples):
             raise DatasetError(
-                f"{self.folder.file(record_name(record.unit))} exists already: unit {record.unit} was committed twice."
+                f"{name}: unit {record.unit} came back with other samples than planned. Report this bug."
             )
+        record.seal = record.expected_seal()
+        try:
+            created = _create(self.folder, record_name(record.unit), record.model_dump_json().encode())
+        except OSError as error:
+            raise DatasetError(
+                f"{name} cannot be written ({error}). Free some space, or check the filesystem; then run the stage again: "
+                "what was committed is kept."
+            ) from None
+        if not created:
+            raise DatasetError(f"{name} exists already: unit {record.unit} was committed twice.")
         self.records[record.unit] = record
+        if disturbed:
+            self._sweep(f"unit-{record.unit:05d}.")
 
     def _lock(self) -> None:
         mine = json.dumps(
@@ -142,24 +166,46 @@ class DatasetWriter:
                 "nonce": secrets.token_hex(8),
             }
         ).encode()
+        self._mine = mine
         for _ in range(2):
-            if _create(self.folder, LOCK, mine) and self._settled(mine):
-                return
-            refuse_if_locked(self.folder)
-            self.folder.delete_file(LOCK)
+            if _create(self.folder, LOCK, mine):
+                if not self.folder.is_local:
+                    time.sleep(SETTLE_S)  # nothing is created only if absent there: the last to write it has it
+                if self._held():
+                    return
+            if dead := refuse_if_locked(self.folder):
+                self._take_away(dead)
         raise DatasetError(f"{self.folder.file(LOCK)}: another driver took the lock. Wait for it.")
 
-    def _settled(self, mine: bytes) -> bool:
-        """An object store has no create-if-absent: of two drivers that saw no lock, the last to write it has it."""
-        if self.folder.is_local:
-            return True
-        time.sleep(SETTLE_S)
-        return self.folder.read_bytes(LOCK) == mine
+    def _take_away(self, dead: bytes) -> None:
+        """Remove the lock of a dead driver, and no other: a third one may have been faster."""
+        if not self.folder.is_local:
+            self.folder.delete_file(LOCK)
+            return
+        aside = Path(self.folder.file(f".{LOCK}.{secrets.token_hex(4)}.tmp"))
+        try:
+            Path(self.folder.file(LOCK)).rename(aside)
+        except FileNotFoundError:
+            return
+        if aside.read_bytes() != dead:
+            os.link(aside, self.folder.file(LOCK))
+        aside.unlink()
 
-    def _sweep(self) -> None:
+    def _held(self) -> bool:
+        try:
+            return self.folder.read_bytes(LOCK) == self._mine
+        except InputError:
+            return False
+
+    def _unlock(self) -> None:
+        if self._held():
+            self.folder.delete_file(LOCK)
+
+    def _sweep(self, prefix: str = "") -> None:
         named = {record.file for record in self.records.values()}
         for name in self.folder.names():
-            if (name.endswith(".arrow") and name not in named) or name.endswith(".tmp"):
+            attempt = name.endswith(".arrow") and name not in named and name.startswith(prefix)
+            if attempt or (name.endswith(".tmp") and not prefix):
                 self.folder.delete_file(name)
 
 

@@ -3,7 +3,7 @@
 from ray_eagle.config import Config
 from ray_eagle.conversations.conversation import read_conversations
 from ray_eagle.errors import InputError, QuarantineError
-from ray_eagle.hidden_states.actors import make_pool
+from ray_eagle.hidden_states.actors import compute_dtype, make_pool
 from ray_eagle.hidden_states.dataset import PLAN, DatasetWriter, read_plan
 from ray_eagle.hidden_states.lending import borrowed, lent_rows
 from ray_eagle.hidden_states.plan import (
@@ -75,6 +75,8 @@ def plan_dataset(config: Config, run: RunFolder, facts: TargetFacts) -> tuple[li
         hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size,
         state_dtype=settings.state_dtype,
+        compute_dtype=compute_dtype(config),
+        attention=config.target.attention,
         tokens_per_batch=settings.tokens_per_batch,
         seed=config.seed,
         target=facts.fingerprint,
@@ -127,7 +129,7 @@ def _capture(
             for s in unit.samples
             if s.sample_id in pool.quarantined
         ]
-        writer.commit(record)
+        writer.commit(record, disturbed=pool.retries > 0)
         rate.advance(unit.tokens)
         progress.advance(unit.tokens, f"{rate.per_second:,.0f} tok/s")
     if pool.deaths:

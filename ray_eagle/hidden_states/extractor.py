@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ray_eagle.config import ExtractConfig, TargetConfig
+from ray_eagle.errors import TargetError, WorkerLost
 from ray_eagle.hidden_states.plan import Quarantined, TokenSample, Unit, plan_packs
 from ray_eagle.hidden_states.quantise import quantise
 from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample, last_dtype
@@ -56,7 +57,7 @@ class Extractor:
 
         Samples named in `without` are left out; the packs are the planned ones all the same.
         """
-        with closing(self.shelf.open(unit)) as shelved:
+        with device_errors(self.settings.tokens_per_batch), closing(self.shelf.open(unit)) as shelved:
             with self.computing:
                 for number, samples in enumerate(packs_of(unit, without, self.settings.tokens_per_batch)):
                     shelved.put(number, samples, *self.capture(samples))
@@ -65,7 +66,7 @@ class Extractor:
     def trial(self, unit: Unit, index: int) -> None:
         """Capture one sample of a unit alone, and forget it: does it kill this actor?"""
         samples = [unit.samples[index]]
-        with self.computing:
+        with device_errors(self.settings.tokens_per_batch), self.computing:
             teacher, layers = self.capture(samples)
         with self.shelf.staging.fetch(teacher | joined_aux(layers)) as host:
             list(rows_of(samples, host))
@@ -74,6 +75,20 @@ class Extractor:
         """`stored_teacher` and `stored_aux` of packed samples, on the device."""
         output = self.stage.run(TokenPack.of([(s.input_ids, s.loss_mask) for s in samples]), None)
         return stored_teacher(output, self.settings.state_dtype), stored_aux(output, self.settings.state_dtype)
+
+
+@contextmanager
+def device_errors(budget: int) -> Iterator[None]:
+    """Too little GPU memory is said with its way out; any other failure of the GPU is the death of its actor (WorkerLost)."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TargetError(
+            f"extract: a pack of up to {budget} tokens does not fit the GPU ({str(error).splitlines()[0]}). Lower "
+            "extract.tokens_per_batch, or raise extract.stages; then run again: what was committed is kept."
+        ) from None
+    except torch.AcceleratorError as error:
+        raise WorkerLost(f"the GPU failed: {error}") from None
 
 
 def packs_of(unit: Unit, without: frozenset[str], budget: int) -> Iterator[list[TokenSample]]:
@@ -171,6 +186,9 @@ class Shelved:
     def close(self) -> None:
         """Wait for what was put, and delete the attempt unless it is finished."""
         self._thread.shutdown()
+        for _, fetched, _ in self._early.values():
+            with fetched:
+                pass
         self.writer.close()
 
     def put(
@@ -193,6 +211,7 @@ class Shelved:
                 self._jobs.pop(0).result()
 
     def finish(self) -> UnitRecord:
+        assert not self._early, "a pack was never put"
         for job in self._jobs:
             job.result()
         record = self.writer.finish()

@@ -13,15 +13,19 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from ray_eagle.config import Config
-from ray_eagle.conversations.conversation import read_conversations
+from ray_eagle.errors import QuarantineError
 from ray_eagle.hidden_states.actors import make_pool
-from ray_eagle.hidden_states.plan import TokenSample, Unit, set_aside_longer, tokenise
+from ray_eagle.hidden_states.dataset import PLAN, read_records
+from ray_eagle.hidden_states.extract import plan_dataset, quarantine_message
+from ray_eagle.hidden_states.plan import TokenSample, Unit
 from ray_eagle.hidden_states.schema import sample_bytes, sample_id
 from ray_eagle.hidden_states.shard import UnitRecord
 from ray_eagle.progress import Progress
 from ray_eagle.run import Folder, RunFolder
 from ray_eagle.target.loading import TargetFacts
 
+MOST_ASSUMED = 2000
+"""Conversations that are made up; more of them would all be alike."""
 PACKS_PER_UNIT = 4
 """Packs of a calibration unit: small units, so that a minute holds many."""
 
@@ -62,11 +66,15 @@ def forecast(
 
     `prompts`: how many conversations to assume while there are none. Raises what `extract` would raise.
     """
-    samples, assumed = samples_to_come(config, run, facts, prompts)
-    tokens = sum(len(s.input_ids) for s in samples)
-    supervised = sum(s.teaching for s in samples)
+    if assumed := run.finished("generate") is None:
+        samples = assumed_samples(config, facts, min(prompts, MOST_ASSUMED))
+        times = prompts / max(1, len(samples))
+    else:
+        samples, times = samples_to_come(config, run, facts), 1.0
+    tokens = round(times * sum(len(s.input_ids) for s in samples))
+    supervised = round(times * sum(s.teaching for s in samples))
     found = Forecast(
-        samples=len(samples),
+        samples=prompts if assumed else len(samples),
         tokens=tokens,
         supervised_tokens=supervised,
         assumed=assumed,
@@ -86,12 +94,17 @@ def forecast(
         scratch.delete()
 
 
-def samples_to_come(config: Config, run: RunFolder, facts: TargetFacts, prompts: int) -> tuple[list[TokenSample], bool]:
-    """The samples that `extract` would capture; made up of random tokens (True) while there are no conversations."""
+def samples_to_come(config: Config, run: RunFolder, facts: TargetFacts) -> list[TokenSample]:
+    """The samples that `extract` would capture: neither committed already nor borrowed."""
+    units, plan, _ = plan_dataset(config, run, facts)
+    folder = run.of("extract")
+    committed = read_records(folder, plan) if folder.exists(PLAN) else {}
+    return [s for unit in units if unit.index not in committed and not unit.lender for s in unit.samples]
+
+
+def assumed_samples(config: Config, facts: TargetFacts, prompts: int) -> list[TokenSample]:
+    """Random tokens of the assumed length."""
     longest = min(config.extract.max_length, facts.max_position_embeddings)
-    if run.finished("generate"):
-        samples, _, _ = tokenise(list(read_conversations(run.of("generate"))), config.extract.max_length)
-        return set_aside_longer(samples, facts.max_position_embeddings)[0], False
     length = min(config.preflight.tokens_per_sample, longest)
     answer = max(1, round(length * config.preflight.supervised_share))
     mask = tuple([0] * (length - answer) + [1] * answer)
@@ -100,7 +113,7 @@ def samples_to_come(config: Config, run: RunFolder, facts: TargetFacts, prompts:
     for number in range(prompts):
         ids = tuple(rng.choices(range(facts.vocab_size), k=length))
         made.append(TokenSample(sample_id(list(ids), list(mask)), f"assumed-{number}", "train", ids, mask))
-    return made, True
+    return made
 
 
 def _measured(
@@ -124,22 +137,25 @@ def _measured(
         progress.advance(min(since, seconds) - done, f"{sum(r.tokens for _, r in arrivals):,} tokens")
         if since >= seconds:
             break
-    first, last = arrivals[0], arrivals[-1]
-    later = [record for _, record in arrivals[1:]]
-    # what came after the first unit, in the time after it; with one unit alone, its own time
-    took = last[0] - first[0] if later else first[1].made_by["seconds"]
-    tokens = sum(record.tokens for record in later) or first[1].tokens
-    written = sum(record.bytes for record in later) or first[1].bytes
-    start = first[0] - began - first[1].made_by["seconds"]
-    overhead = written / max(1, sum(_payload(record, found, facts) for record in later or [first[1]]))
+    first = arrivals[0]
+    start = max(0.0, first[0] - began - first[1].made_by["seconds"])
+    # the first units of all actors arrive together: what came after them, in the time after them, or else everything
+    warm = 2 * config.extract.actors
+    steady = len(arrivals) > 2 * warm
+    counted = [record for _, record in (arrivals[warm:] if steady else arrivals)]
+    took = arrivals[-1][0] - (arrivals[warm - 1][0] if steady else began + start)
+    tokens, written = sum(r.tokens for r in counted), sum(r.bytes for r in counted)
+    if not tokens:
+        raise QuarantineError(quarantine_message([q for r in counted for q in r.quarantined], scratch))
+    overhead = written / sum(_payload(record, found, facts) for record in counted)
     return found.model_copy(
         update={
             "bytes": round(found.bytes * overhead),
             "device": first[1].made_by["device"],
             "tokens_per_second": tokens / took,
             "bytes_per_second": written / took,
-            "start_seconds": max(0.0, start),
-            "seconds": max(0.0, start) + found.tokens * took / tokens,
+            "start_seconds": start,
+            "seconds": start + found.tokens * took / tokens,
             "memory_bytes": max(record.made_by["peak_bytes"] for _, record in arrivals),
             "calibrated_tokens": sum(record.tokens for _, record in arrivals),
         }

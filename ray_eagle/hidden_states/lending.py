@@ -8,18 +8,26 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ray_eagle.errors import DatasetError
-from ray_eagle.hidden_states.dataset import PLAN, read_plan, read_records
+from ray_eagle.errors import DatasetError, InputError
+from ray_eagle.hidden_states.dataset import PLAN, parse_record, read_plan, read_records, record_name
 from ray_eagle.hidden_states.plan import DatasetPlan, Unit
 from ray_eagle.hidden_states.reader import locate
 from ray_eagle.hidden_states.shard import UnitRecord, combined_checksum, count_tokens
 from ray_eagle.run import FOLDERS, Folder
 
-MUST_EQUAL = ("aux_layers", "hidden_size", "vocab_size", "state_dtype", "last_norm", "layer_convention")
+MUST_EQUAL = (
+    "aux_layers",
+    "hidden_size",
+    "vocab_size",
+    "state_dtype",
+    "compute_dtype",
+    "last_norm",
+    "layer_convention",
+)
 
 
 def lent_rows(lenders: Iterable[str], plan: DatasetPlan) -> dict[str, str]:
-    """sample_id -> path of the committed shard that holds it, over other runs' folders.
+    """sample_id -> place of the record of the committed unit that holds it, over other runs' folders.
 
     Raises DatasetError for one that was captured otherwise than `plan` says.
     """
@@ -41,23 +49,28 @@ def lent_rows(lenders: Iterable[str], plan: DatasetPlan) -> dict[str, str]:
             raise DatasetError(
                 f"{folder.path} cannot lend its rows: {'; '.join(differing)}. Take it out of extract.share, or use the same settings."
             )
-        for record in read_records(folder, other).values():
-            home, name = locate(folder, record.file)
-            lent |= {row.sample_id: home.file(name) for row in record.rows if row.sample_id not in lent}
+        for unit, record in read_records(folder, other).items():
+            place = folder.place(record_name(unit))
+            lent |= {row.sample_id: place for row in record.rows if row.sample_id not in lent}
     return lent
 
 
 def borrowed(unit: Unit) -> UnitRecord:
     """The record of a unit whose rows lie in its lender's shard. Raises DatasetError when the lender has no such rows."""
     assert unit.lender is not None
-    place, _, name = unit.lender.rpartition("/")
-    folder = Folder.at(place)
-    records = read_records(folder, read_plan(folder)).values() if folder.exists(PLAN) else ()
-    there = {row.sample_id: row for record in records if record.file == name for row in record.rows}
+    folder, name = locate(Folder.at("."), unit.lender)
+    try:
+        lender = parse_record(folder.read_bytes(name))
+    except (InputError, ValueError) as error:
+        raise DatasetError(
+            f"{unit.lender} was to lend {len(unit.samples)} samples ({error}). Run `ray-eagle extract` in the run that lends, "
+            "or capture them here: take it out of extract.share and run `ray-eagle extract --redo`."
+        ) from None
+    there = {row.sample_id: row for row in lender.rows}
     missing = [s.sample_id for s in unit.samples if s.sample_id not in there]
     if missing:
         raise DatasetError(
-            f"{unit.lender} was to lend {len(unit.samples)} samples and no longer holds {len(missing)} of them ({missing[0]}, ...). "
+            f"{unit.lender} was to lend {len(unit.samples)} samples and does not hold {len(missing)} of them ({missing[0]}, ...). "
             "Redo this run's hidden states: `ray-eagle extract --redo`."
         )
     rows = [there[s.sample_id] for s in unit.samples]
@@ -65,7 +78,7 @@ def borrowed(unit: Unit) -> UnitRecord:
     ids, counts = count_tokens(supervised)
     return UnitRecord(
         unit=unit.index,
-        file=unit.lender,
+        file=lender.file if "/" in lender.file else folder.place(lender.file),
         rows=rows,
         tokens=unit.tokens,
         supervised_tokens=sum(counts),

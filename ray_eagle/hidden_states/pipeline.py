@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ray_eagle.config import ExtractConfig, TargetConfig
 from ray_eagle.errors import EagleError, WorkerLost
-from ray_eagle.hidden_states.extractor import Shelf, Shelved, packs_of, stored_aux, stored_teacher
+from ray_eagle.hidden_states.extractor import Shelf, Shelved, device_errors, packs_of, stored_aux, stored_teacher
 from ray_eagle.hidden_states.plan import TokenSample, Unit
 from ray_eagle.hidden_states.schema import STATE_DTYPES
 from ray_eagle.hidden_states.shard import UnitRecord
@@ -36,8 +36,10 @@ from ray_eagle.target.stage import load_stage
 
 THREADS = 3
 """Packs at one stage at once: one arriving, one computing, one leaving."""
-AHEAD = 2
-"""Packs of a unit on their way beyond one a stage."""
+AHEAD = 3
+"""Packs on their way through a pipeline beyond one a stage."""
+ANSWER_S = 10.0
+"""A stage that does not say its node for so long, after an object of the pipeline was lost, is taken for the lost one."""
 CONCURRENCY = 4
 """Units in work at once in one pipeline: a unit may be a few packs, and each is written by a thread of its own."""
 
@@ -66,7 +68,9 @@ class StageWorker:
         }
         self.stage = load_stage(facts, target, self.device, layers)
         self.computing = threading.Lock()
-        self.shelf = Shelf(facts, settings, folder, Staging(self.device, slots=2 * THREADS), name)
+        # packs may reach the last stage out of order, and wait in their slots for the ones before
+        slots = packs_on_their_way(settings.stages) + THREADS
+        self.shelf = Shelf(facts, settings, folder, Staging(self.device, slots), name)
         self._arriving = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._open: dict[str, Shelved] = {}
 
@@ -126,7 +130,7 @@ class StageWorker:
     def _compute(self, samples: Sequence[TokenSample], hidden: list[Any] | None) -> tuple[Any, list[dict[str, Tensor]]]:
         pack = TokenPack.of([(s.input_ids, s.loss_mask) for s in samples])
         hidden_TH = None if hidden is None else self._upload(ray.get(hidden[0]))
-        with self.computing:
+        with device_errors(self.settings.tokens_per_batch), self.computing:
             output = self.stage.run(pack, hidden_TH)
             return output, stored_aux(output, self.settings.state_dtype)
 
@@ -147,6 +151,11 @@ class StageWorker:
         return tensor.view(self._dtypes.get(name, tensor.dtype))
 
 
+def packs_on_their_way(stages: int) -> int:
+    """Packs that may be anywhere between the head of a pipeline and the thread that writes them."""
+    return stages + AHEAD
+
+
 class Pipeline:
     """The head of a pipeline: creates the stages in its own placement group, one bundle each, and sends packs through them."""
 
@@ -161,6 +170,7 @@ class Pipeline:
     ) -> None:
         self.settings = settings
         self.feeding = threading.Lock()
+        self.room = threading.Semaphore(packs_on_their_way(len(split)))
         group = get_current_placement_group()
         actor = ray.remote(StageWorker)
         self.stages = [
@@ -188,19 +198,30 @@ class Pipeline:
     def work(self, unit: Unit, without: frozenset[str] = frozenset()) -> UnitRecord:
         """Send a unit through; returns the record that would commit it. Raises WorkerLost when a stage died."""
         attempt, last = secrets.token_hex(4), self.stages[-1]
+        on_their_way: deque[Any] = deque()
+
+        def arrived() -> None:
+            """Wait for the earliest pack, in order: a later one keeps its place until those before it are through."""
+            ray.get(on_their_way[0])
+            on_their_way.popleft()
+            self.room.release()
+
         try:
             ray.get(last.open.remote(attempt, unit))
-            on_their_way: deque[Any] = deque()
             with self.feeding:
                 for number, samples in enumerate(packs_of(unit, without, self.settings.tokens_per_batch)):
+                    while not self.room.acquire(blocking=not on_their_way):
+                        arrived()
                     hidden, aux = self._through(samples)
                     on_their_way.append(last.store.remote(attempt, number, samples, hidden, *aux))
-                    if len(on_their_way) > len(self.stages) + AHEAD:
-                        ray.get(on_their_way.popleft())
-            ray.get(list(on_their_way))
+            while on_their_way:
+                arrived()
             return ray.get(last.finish.remote(attempt))
         except RayError as error:
             raise self._explained(error, attempt) from None
+        finally:
+            for _ in on_their_way:
+                self.room.release()
 
     def trial(self, unit: Unit, index: int) -> None:
         """Send one sample of a unit through alone, and forget it: does it kill a stage?"""
@@ -225,13 +246,20 @@ class Pipeline:
         while isinstance(cause, RayTaskError):
             cause = cause.cause
         if isinstance(cause, RayError):
-            dead = getattr(cause, "actor_id", None)
-            lost = next((i for i, stage in enumerate(self.stages) if stage._actor_id.hex() == dead), None)
+            lost = next((i for i, stage in enumerate(self.stages) if not _answers(stage)), None)
             node = self.nodes[lost] if lost is not None else ""
             which = f"stage {lost} of {len(self.stages)}" if lost is not None else "a stage"
             return WorkerLost(f"{which} died: {cause}", node=node)
         ray.wait([self.stages[-1].abandon.remote(attempt)])
         return cause if isinstance(cause, EagleError) else error
+
+
+def _answers(stage: Any) -> bool:
+    try:
+        ray.get(stage.ready.remote(), timeout=ANSWER_S)
+    except RayError:
+        return False
+    return True
 
 
 def _to_numpy(tensor: Tensor) -> np.ndarray:

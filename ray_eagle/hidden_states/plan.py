@@ -61,7 +61,7 @@ class UnitPlan(BaseModel):
     """sample_id of each row, in order."""
     tokens: int
     lender: str | None = None
-    """Another dataset's folder that holds these rows already: they are read there, and not captured again."""
+    """The record, in another dataset, of a unit that holds these rows already: they are read there, not captured again."""
 
 
 class DatasetPlan(BaseModel):
@@ -75,6 +75,10 @@ class DatasetPlan(BaseModel):
     state_dtype: str
     last_norm: str = "after"
     """`last` is the last state after the target's final norm: teacher logits are last @ lm_head.T."""
+    compute_dtype: str
+    """Of the target's weights and forward pass."""
+    attention: str
+    """`target.attention` of the run."""
     tokens_per_batch: int
     """Token budget of a forward pass: batch composition decides the last bits of the states."""
     seed: int
@@ -135,13 +139,16 @@ def plan_units(
 ) -> list[Unit]:
     """Units of one split and one lender each: a seeded random mixture of about `unit_bytes`, sorted by length inside.
 
-    `lent` maps a sample_id to the folder of the dataset that holds it already.
+    `lent` maps a sample_id to the record, in another dataset, of the unit that holds it already.
     """
     lent = lent or {}
     units: list[Unit] = []
+    buckets: dict[tuple[str, str], list[TokenSample]] = {}
+    for sample in samples:
+        buckets.setdefault((sample.split, lent.get(sample.sample_id, "")), []).append(sample)
     for split in ("train", "validation", "held_out"):
-        for lender in (None, *sorted(set(lent.values()))):
-            rows = [s for s in samples if s.split == split and lent.get(s.sample_id) == lender]
+        for lender in sorted(lender for holder, lender in buckets if holder == split):
+            rows = buckets[split, lender]
             rows.sort(key=lambda s: s.sample_id)
             random.Random(f"{seed} {split}").shuffle(rows)
             group: list[TokenSample] = []
@@ -150,10 +157,10 @@ def plan_units(
                 size += sample_bytes(len(row.input_ids), row.teaching, hidden_size, state_dtype)
                 group.append(row)
                 if size >= unit_bytes:
-                    units.append(_unit(len(units), split, group, lender))
+                    units.append(_unit(len(units), split, group, lender or None))
                     group, size = [], 0
             if group:
-                units.append(_unit(len(units), split, group, lender))
+                units.append(_unit(len(units), split, group, lender or None))
     return units
 
 

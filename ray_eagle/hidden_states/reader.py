@@ -47,7 +47,11 @@ class HiddenStates:
         """Raises DatasetError when a unit of the split is not committed."""
         self.folder = folder
         self.plan = read_plan(folder)
-        self.records = read_records(folder, self.plan)
+        # token counts are for the vocabulary map alone, and most of what a record holds
+        self.records = {
+            index: record.model_copy(update={"token_ids": [], "token_counts": []})
+            for index, record in read_records(folder, self.plan).items()
+        }
         self.rows: list[Row] = []
         for index, unit in enumerate(self.plan.units):
             if unit.split == split:
@@ -135,7 +139,7 @@ class HiddenStates:
     def _file(self, row: Row) -> "_File":
         if row.file not in self._files:
             folder, name = locate(self.folder, row.file)
-            self._files[row.file] = open_file(folder, name)
+            self._files[row.file] = open_file(folder, name, self.folder)
             if len(self._files) > OPEN_FILES:
                 self._files.popitem(last=False)
         self._files.move_to_end(row.file)
@@ -149,22 +153,23 @@ class HiddenStates:
 
 
 def locate(folder: Folder, file: str) -> tuple[Folder, str]:
-    """The folder and name of a shard: in the dataset's own folder, or in its lender's."""
+    """The folder and name of a shard or record: in the dataset's own folder, or at a place in its lender's."""
     if "/" not in file:
         return folder, file
-    lender, _, name = file.rpartition("/")
-    return Folder.at(lender), name
+    base, mark, options = file.partition("?")
+    lender, _, name = base.rpartition("/")
+    return Folder.at(lender + mark + options), name
 
 
-def open_file(folder: Folder, name: str) -> "_File":
-    """A shard for reading. Raises DatasetError when it is missing or empty."""
+def open_file(folder: Folder, name: str, dataset: Folder) -> "_File":
+    """A shard of a dataset, or of its lender, for reading. Raises DatasetError when it is missing or empty."""
     path = folder.file(name)
     try:
         if not folder.is_local:
-            return _Remote(folder.fs.open_input_file(path), path, folder)
-        return _Positional(path, folder) if on_network(Path(path)) else _Mapped(path, folder)
+            return _Remote(folder.fs.open_input_file(path), path, dataset)
+        return _Positional(path, dataset) if on_network(Path(path).resolve()) else _Mapped(path, dataset)
     except (OSError, ValueError) as error:
-        raise damaged(path, str(error), folder) from None
+        raise damaged(path, str(error), dataset) from None
 
 
 def damaged(path: str, reason: str, folder: Folder) -> DatasetError:

@@ -55,6 +55,8 @@ def _verify_unit(folder: Folder, plan: DatasetPlan, index: int) -> list[str]:
         record = parse_record(folder.read_bytes(name))
     except InputError:
         return [f"{folder.file(name)}: missing, unit {index} was never committed"]
+    except OSError as error:
+        return [f"{folder.file(name)}: cannot be read ({error})"]
     except ValueError as error:
         return [f"{folder.file(name)}: damaged record ({error})"]
     home, file = locate(folder, record.file)
@@ -67,6 +69,8 @@ def _verify_unit(folder: Folder, plan: DatasetPlan, index: int) -> list[str]:
         data = pa.py_buffer(home.read_bytes(file))
     except InputError:
         return [f"{path}: missing, {name} names it"]
+    except OSError as error:
+        return [f"{path}: cannot be read ({error})"]
     own = plan.units[index].lender is None
     whole = _verify_frame(path, data, record) if own else []
     faults = [f"{path}, {fault}" for fault in _verify_rows(plan, data, record)]

@@ -99,9 +99,13 @@ class ActorPool:
         concurrency: int = 1,
         samples: Callable[[Any], list[str]] | None = None,
         node_news_s: float = NODE_NEWS_S,
+        shortage: Callable[[], str | None] = lambda: None,
+        patience_s: float = 120.0,
     ) -> None:
         self._make, self._size, self._name = make, size, name
         self._concurrency = concurrency
+        self._shortage, self._patience_s = shortage, patience_s
+        self._without_workers_since = time.monotonic()
         self._blame = Blame(name, samples, node_news_s, _alive)
         self._metrics = Counters(name.removeprefix("eagle-"), actor=name)
         self._waiting: deque[Job] = deque()
@@ -136,6 +140,7 @@ class ActorPool:
                 for job in held:
                     self._place(job)
                 self._staff()
+                self._refuse_to_wait_in_vain()
                 self._assign()
                 self._metrics.set(queue=len(self._waiting) + len(self._suspects) + len(self._held))
                 owners = {ref: worker for worker in self._workers for ref in worker.calls}
@@ -151,6 +156,13 @@ class ActorPool:
             with ExitStack() as stack:  # each is ended, whatever another one's end raises
                 for worker in self._workers:
                     stack.callback(_end, worker)
+
+    def _refuse_to_wait_in_vain(self) -> None:
+        """Raises WorkerError when no actor is ready and the cluster has become too small for any."""
+        if any(worker.node for worker in self._workers):
+            self._without_workers_since = time.monotonic()
+        elif time.monotonic() > self._without_workers_since + self._patience_s and (lack := self._shortage()):
+            raise WorkerError(f"{self._name}: no actor can be placed any more. {lack}")
 
     def _staff(self) -> None:
         """Fill the free slots while there is something to do, first with the fresh actors that trials need."""
@@ -261,7 +273,7 @@ class ActorPool:
         else:
             death = Death((lost and lost.node) or worker.node, time.monotonic(), _short(error))
             self._where[death.node] += 1
-            if death.node in alive and not (lost and lost.node_died):
+            if death.node in alive:
                 for job in jobs[: self._concurrency]:
                     self._blame.died(job, death, fresh=worker.trials == 1)
         if worker.trying:

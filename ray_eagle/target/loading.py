@@ -14,6 +14,7 @@ import torch
 from ray_eagle.config import TargetConfig
 from ray_eagle.errors import TargetError, explain
 from ray_eagle.target.layers import check_aux_layers
+from ray_eagle.target.tensors import open_tensors, tensor_files
 
 WEIGHT_SAMPLES = 256
 WEIGHT_SAMPLE_BYTES = 1024
@@ -199,24 +200,12 @@ def head_and_embedding(facts: TargetFacts) -> tuple[torch.Tensor, torch.Tensor, 
 
 def read_target_tensor(path: Path, suffix: str) -> torch.Tensor | None:
     """The tensor whose name ends with `suffix`, read alone from the target's safetensors; None when there is none."""
-    from safetensors import safe_open
-
-    index = path / "model.safetensors.index.json"
-    files = json.loads(index.read_text())["weight_map"] if index.exists() else None
-    if files is None and not (path / "model.safetensors").exists():
-        return None
-    names: list[str]
-    if files is None:
-        with safe_open(path / "model.safetensors", framework="pt") as file:
-            names = list(file.keys())
-    else:
-        names = list(files)
-    matches = [name for name in names if name == suffix or name.endswith("." + suffix)]
+    files = tensor_files(path)
+    matches = [name for name in files if name == suffix or name.endswith("." + suffix)]
     if not matches:
         return None
     name = min(matches, key=len)
-    with safe_open(path / (files[name] if files else "model.safetensors"), framework="pt") as file:
-        return file.get_tensor(name)
+    return open_tensors(files, [name])[name][...]
 
 
 def read_text_config(path: Path) -> dict[str, Any]:

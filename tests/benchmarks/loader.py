@@ -38,6 +38,8 @@ def build(folder: Path, gib: float) -> tuple[HiddenStates, list[Path]]:
         hidden_size=HIDDEN,
         vocab_size=VOCAB,
         state_dtype="bfloat16",
+        compute_dtype="float32",
+        attention="sdpa",
         tokens_per_batch=8192,
         seed=0,
         target={},

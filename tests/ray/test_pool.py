@@ -241,3 +241,19 @@ def test_actors_bear_readable_names(tmp_path: Path) -> None:
     told = Told(tmp_path, size=1, slow="ab")
     for _ in told.pool.run(list("ab")):
         assert ray.get_actor(f"eagle-{tmp_path.name}-1")
+
+
+def test_actors_that_fit_nowhere_any_more_are_not_waited_for(tmp_path: Path) -> None:
+    from ray_eagle.cluster import shortage
+
+    actor = ray.remote(Fragile)
+    pool = ActorPool(
+        lambda name: Member(actor.options(num_cpus=400).remote(tmp_path, {})),
+        1,
+        "huge",
+        shortage=lambda: shortage({"CPU": 400}, 1),
+        patience_s=2.0,
+    )
+    with pytest.raises(WorkerError, match=r"huge: no actor can be placed any more.*asked for 1 x \{CPU: 400\}"):
+        list(pool.run(["ab"]))
+    assert shortage({"CPU": 1}, 1) is None

@@ -171,6 +171,55 @@ def test_the_lock_of_a_dead_driver_is_taken_over(tmp_path: Path) -> None:
         pass
 
 
+def test_of_two_that_take_over_a_dead_lock_one_gets_it(tmp_path: Path) -> None:
+    """Both saw the dead holder; the slower one must not delete the faster one's lock."""
+    folder, _, _ = random_dataset(tmp_path)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    plan = read_plan(folder)
+    folder.write_json(LOCK, {"host": socket.gethostname(), "pid": gone.pid, "started": "1"})
+    dead = dataset.refuse_if_locked(folder)
+    assert dead
+    with DatasetWriter(folder, plan) as writer:
+        slower = DatasetWriter(folder, plan)
+        slower._take_away(dead)
+        assert writer._held()
+        with pytest.raises(DatasetError, match=f"process {os.getpid()}"):
+            slower.__enter__()
+        assert writer._held() and folder.exists(LOCK)
+        folder.write_json(LOCK, {"host": "elsewhere"})
+    assert folder.read_json(LOCK) == {"host": "elsewhere"}  # a lock that is another's stays
+
+
+def test_a_unit_with_other_samples_than_planned_is_not_committed(tmp_path: Path) -> None:
+    folder, units, written = random_dataset(tmp_path)
+    folder.delete_file(record_name(0))
+    with DatasetWriter(folder, read_plan(folder)) as writer:
+        fewer = write_shard(folder, units[0], [written[s.sample_id] for s in units[0].samples[1:]], 8, "bfloat16")
+        with pytest.raises(DatasetError, match="other samples than planned"):
+            writer.commit(fewer)
+        whole = [
+            write_shard(folder, units[0], [written[s.sample_id] for s in units[0].samples], 8, "bfloat16")
+            for _ in range(2)
+        ]
+        writer.commit(whole[0], disturbed=True)
+        assert folder.exists(whole[0].file) and not folder.exists(whole[1].file) and not folder.exists(fewer.file)
+    assert verify(folder) == []
+
+
+def test_what_cannot_be_read_is_a_fault_and_no_end(tmp_path: Path) -> None:
+    folder, units, _ = random_dataset(tmp_path)
+    record = parse_record(folder.read_bytes(record_name(0)))
+    shard = Path(folder.file(record.file))
+    shard.unlink()
+    shard.mkdir()
+    last = Path(folder.file(record_name(len(units) - 1)))
+    last.unlink()
+    faults = verify(folder)
+    assert [f.unit for f in faults] == [0, len(units) - 1]
+    assert f"{shard}: cannot be read" in faults[0].message
+
+
 def test_attempts_without_a_record_are_swept_and_committed_ones_kept(tmp_path: Path) -> None:
     folder, units, written = random_dataset(tmp_path)
     generator = torch.Generator().manual_seed(9)

@@ -15,7 +15,8 @@ from ray_eagle.hidden_states.lending import borrowed, lent_rows
 from ray_eagle.hidden_states.plan import Unit, UnitPlan
 from ray_eagle.hidden_states.reader import HiddenStates, on_network
 from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample
-from ray_eagle.hidden_states.verify import verify
+from ray_eagle.hidden_states.shard import write_shard
+from ray_eagle.hidden_states.verify import discard, verify
 from ray_eagle.run import Folder
 from tests.random_data import make_plan, random_dataset
 from tests.unit.test_hidden_states import equal
@@ -154,7 +155,7 @@ def test_rows_of_another_run_are_read_where_they_are(tmp_path: Path) -> None:
     plan = read_plan(lender)
     lent = lent_rows([str(tmp_path / "lender")], plan)
     assert lent.keys() == written.keys()
-    # another split of the same samples: a unit borrows from one shard
+    # another split of the same samples: a unit borrows from one of the lender's
     rows = [sample for unit in units for sample in unit.samples]
     mine = [
         Unit(i, ("train", "held_out")[i % 2], tuple(s for s in rows if lent[s.sample_id] == shard), shard)
@@ -172,14 +173,50 @@ def test_rows_of_another_run_are_read_where_they_are(tmp_path: Path) -> None:
     read = [s for split in ("train", "held_out") for s in HiddenStates(folder, split)]
     assert len(read) == len(written) and all(equal(s, written[s.sample_id]) for s in read)
     assert not [name for name in folder.names() if name.endswith(".arrow")]
-    gone = Path(mine[0].lender or "")
-    gone.unlink()
+    # the lender repairs a unit: its shard has a new name, and is borrowed again
+    was = borrowed(mine[0]).file
+    discard(lender, {int(Path(mine[0].lender or "").stem.removeprefix("unit-"))})
+    with DatasetWriter(lender, plan) as writer:
+        [index] = set(range(len(units))) - writer.records.keys()
+        again = [written[s.sample_id] for s in units[index].samples]
+        writer.commit(write_shard(lender, units[index], again, 8, "bfloat16"))
     faults = verify(folder)
-    assert faults and all(str(gone) in fault.message for fault in faults)
-    lender.delete_file("unit-00000.json")
-    with pytest.raises(DatasetError, match="no longer holds"):
-        for unit in mine:
-            borrowed(unit)
+    assert faults and all(was in fault.message for fault in faults)
+    with pytest.raises(DatasetError, match=rf"{was} cannot be read.*verify {folder.path} --repair"):
+        list(HiddenStates(folder, mine[0].split))
+    discard(folder, {fault.unit for fault in faults})
+    with DatasetWriter(folder, read_plan(folder)) as writer:
+        writer.commit(borrowed(mine[0]))
+    assert verify(folder) == []
+    # a borrower lends what it borrowed
+    third = [unit for unit in mine if unit.split == "train"][:1]
+    via = lent_rows([str(folder.path)], plan)
+    chained = Unit(0, "train", third[0].samples, via[third[0].samples[0].sample_id])
+    assert borrowed(chained).file == borrowed(third[0]).file
+    Path(mine[0].lender or "").unlink()
+    with pytest.raises(DatasetError, match=r"was to lend .*extract\.share"):
+        borrowed(mine[0])
+
+
+def test_places_in_an_object_store_keep_their_options() -> None:
+    class Store(pafs.SubTreeFileSystem):
+        pass
+
+    store = Store("/", pafs.LocalFileSystem())
+    folder = Folder(store, "bucket/run", "s3://bucket/run?region=x").folder("hidden_states")
+    assert folder.path == "bucket/run/hidden_states"
+    assert folder.place("unit-1.json") == "s3://bucket/run/hidden_states/unit-1.json?region=x"
+    assert Folder.at("/data/run").folder("a").place("b") == "/data/run/a/b"
+    assert Folder.at("file:///data/run").folder("a").place("b") == "file:///data/run/a/b"
+
+
+def test_a_link_to_a_network_filesystem_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+    random_dataset(tmp_path / "real")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setattr(reader, "on_network", lambda path: asked.append(path))
+    assert HiddenStates(Folder.at(tmp_path / "link"), "train")[0]
+    assert asked and all(path.is_relative_to(tmp_path / "real") for path in asked)
 
 
 def test_a_run_that_captured_otherwise_cannot_lend(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ def write_dataset(folder: Folder, rows: list[Row]) -> None:
         hidden_size=HIDDEN,
         vocab_size=VOCAB,
         state_dtype="bfloat16",
+        compute_dtype="float32",
+        attention="sdpa",
         tokens_per_batch=64,
         seed=0,
         target={},
