@@ -1,0 +1,61 @@
+"""Matrix products in 8 bits (Hopper and later): e4m3 forward, e5m2 for gradients, one dynamic scale a tensor.
+
+Elsewhere the same numbers are computed from the quantised values in wider arithmetic, so that tests need no GPU. Sizes must
+be multiples of 16: rows of activations are padded with zeros, which add nothing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FORWARD = torch.float8_e4m3fn
+BACKWARD = torch.float8_e5m2
+MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A matrix [M, N] in 8 bits: `values` * `scale`. M is a multiple of 16 after padding; `count` rows are real."""
+
+    values: Tensor
+    scale: Tensor
+    """[] float32."""
+    count: int
+
+    def transposed(self) -> "Quantised":
+        """[N, M], its rows contiguous as the hardware wants them; padded columns stay."""
+        return Quantised(self.values.T.contiguous(), self.scale, self.values.shape[1])
+
+    def rows(self, rows: slice) -> "Quantised":
+        start, stop, _ = rows.indices(self.count)
+        return Quantised(self.values[start:stop], self.scale, stop - start)
+
+
+def quantise(x_MN: Tensor, kind: torch.dtype) -> Quantised:
+    """The largest magnitude becomes the largest number of `kind`. Never waits for the GPU."""
+    scale = (x_MN.abs().amax() if x_MN.numel() else x_MN.new_zeros(())).float().clamp(min=1e-12) / torch.finfo(kind).max
+    values = (x_MN.float() / scale).clamp(-torch.finfo(kind).max, torch.finfo(kind).max).to(kind)
+    padding = -len(values) % MULTIPLE
+    if padding:
+        values = F.pad(values.view(torch.uint8), (0, 0, 0, padding)).view(kind)
+    return Quantised(values, scale, len(x_MN))
+
+
+def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
+    """[M, N] in `dtype`: a [M, K] times b [N, K] transposed."""
+    return _multiply(a, b, dtype)[: a.count, : b.count]
+
+
+def add_product(sum_MN: Tensor, a: Quantised, b: Quantised) -> None:
+    """sum += a [M, K] times b [N, K] transposed, in float32."""
+    sum_MN += _multiply(a, b, torch.float32)
+
+
+def _multiply(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
+    if a.values.device.type != "cuda":
+        wide = torch.promote_types(dtype, torch.float32)
+        scaled = [q.values.to(wide) * q.scale.to(wide) for q in (a, b)]
+        return (scaled[0] @ scaled[1].T).to(dtype)
+    return torch._scaled_mm(a.values, b.values.T, a.scale, b.scale, out_dtype=dtype)

@@ -1,0 +1,147 @@
+"""The drafter's weights as a training step uses them: compute copies, made once per optimizer step, and the float32
+buffers where their gradients gather over unroll steps and packs.
+
+Projections that read the same input are one matrix here: q, k and v; gate and up. Gradients are added into the buffers by
+the matrix products themselves, so no partial sum is ever rounded to 16 bits.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from ray_eagle.drafter.model import Drafter
+from ray_eagle.training import fp8
+from ray_eagle.training.pointwise import PLAIN, Pointwise
+
+
+class Matrix:
+    """One matrix [out, in] of one or more parameters on top of each other."""
+
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, eight_bits: bool = False) -> None:
+        self.parameters, self.eight_bits = parameters, eight_bits
+        first = parameters[0]
+        self._shared = len(parameters) == 1 and first.dtype == dtype
+        shape = (sum(len(p) for p in parameters), first.shape[1])
+        self.value = first.detach() if self._shared else torch.empty(shape, dtype=dtype, device=first.device)
+        self._quantised: fp8.Quantised | None = None
+        self._gradient: Tensor | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Copy the parameters again, after they changed."""
+        if not self._shared:
+            parts = self.value.split([len(p) for p in self.parameters])
+            for part, parameter in zip(parts, self.parameters, strict=True):
+                part.copy_(parameter.detach())
+        if self.eight_bits:
+            self._quantised = fp8.quantise(self.value, fp8.FORWARD)
+
+    def gather(self) -> None:
+        """Let the parameters' `.grad` be parts of the gradient buffer; zeros where there was none."""
+        if self._gradient is None:
+            kind = torch.promote_types(self.value.dtype, torch.float32)
+            self._gradient = torch.zeros(self.value.shape, dtype=kind, device=self.value.device)
+        parts = self._gradient.split([len(p) for p in self.parameters])
+        for part, parameter in zip(parts, self.parameters, strict=True):
+            if parameter.grad is None:
+                part.zero_()
+            elif parameter.grad is not part and parameter.grad.data_ptr() != part.data_ptr():
+                part.copy_(parameter.grad)
+            parameter.grad = part
+
+    def product(self, x_NI: Tensor, rows: slice = slice(None), add: Tensor | None = None) -> Tensor:
+        """[N, out]: x times the rows of the matrix, transposed; `add` [N, out] is added before rounding."""
+        if self._quantised is not None:
+            out = fp8.product(fp8.quantise(x_NI, fp8.FORWARD), self._quantised.rows(rows), x_NI.dtype)
+            return out if add is None else out.add_(add)
+        weight = self.value[rows]
+        return x_NI @ weight.T if add is None else torch.addmm(add, x_NI, weight.T)
+
+    def backward(self, grad_NO: Tensor, x_NI: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Add the weight's gradient to the buffer, and return the input's [N, in]."""
+        self.add_gradient(grad_NO, x_NI, rows)
+        return self.input_gradient(grad_NO, rows)
+
+    def input_gradient(self, grad_NO: Tensor, rows: slice = slice(None)) -> Tensor:
+        """[N, in]"""
+        if self._quantised is None:
+            return grad_NO @ self.value[rows]
+        return fp8.product(fp8.quantise(grad_NO, fp8.BACKWARD), self._quantised.rows(rows).transposed(), grad_NO.dtype)
+
+    def add_gradient(self, grad_NO: Tensor, x_NI: Tensor, rows: slice = slice(None)) -> None:
+        """Add grad^T x to the gradient buffer."""
+        assert self._gradient is not None, "gather() comes first"
+        if self._quantised is None:
+            add_product(self._gradient[rows], grad_NO.T, x_NI)
+        else:
+            grad, x = fp8.quantise(grad_NO, fp8.BACKWARD), fp8.quantise(x_NI, fp8.FORWARD)
+            fp8.add_product(self._gradient[rows], grad.transposed(), x.transposed())
+
+
+class Vector:
+    """A norm's weight: used as it is, its gradient added to `.grad`."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+
+    @property
+    def value(self) -> Tensor:
+        return self.parameter.detach()
+
+    def gather(self) -> None:
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+
+    def add(self, gradient: Tensor) -> None:
+        assert self.parameter.grad is not None, "gather() comes first"
+        self.parameter.grad += gradient
+
+
+class Weights:
+    """All of a drafter's weights in `dtype`; float32 (or float64) drafters stay the masters."""
+
+    def __init__(
+        self, drafter: Drafter, dtype: torch.dtype, *, eight_bits: bool = False, pointwise: Pointwise = PLAIN
+    ) -> None:
+        layer = drafter.midlayer
+        attention, mlp = layer.self_attn, layer.mlp
+
+        def matrix(*modules: nn.Linear) -> Matrix:
+            return Matrix([module.weight for module in modules], dtype, eight_bits)
+
+        self.drafter, self.dtype, self.pointwise = drafter, dtype, pointwise
+        self.eps = drafter.shape.rms_norm_eps
+        self.fc = matrix(drafter.fc)
+        self.qkv = matrix(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.o = matrix(attention.o_proj)
+        self.gate_up = matrix(mlp.gate_proj, mlp.up_proj)
+        self.down = matrix(mlp.down_proj)
+        self.head = matrix(drafter.lm_head)
+        self.embedding_norm = Vector(layer.input_layernorm.weight)
+        self.hidden_norm = Vector(layer.hidden_norm.weight)
+        self.middle_norm = Vector(layer.post_attention_layernorm.weight)
+        self.final_norm = Vector(drafter.norm.weight)
+        self.matrices = [v for v in vars(self).values() if isinstance(v, Matrix)]
+        self.vectors = [v for v in vars(self).values() if isinstance(v, Vector)]
+
+    def refresh(self) -> None:
+        """After an optimizer step."""
+        with torch.no_grad():
+            for matrix in self.matrices:
+                matrix.refresh()
+
+    def gather(self) -> None:
+        """Before a backward pass: every parameter has a `.grad` to add to."""
+        for matrix in self.matrices:
+            matrix.gather()
+        for vector in self.vectors:
+            vector.gather()
+
+
+def add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
+    """sum += a @ b, the sum in float32 also where a and b have 16 bits."""
+    if a_MK.dtype == sum_MN.dtype:
+        torch.addmm(sum_MN, a_MK, b_KN, out=sum_MN)
+    elif sum_MN.device.type == "cuda":
+        torch.addmm(sum_MN, a_MK, b_KN, out_dtype=sum_MN.dtype, out=sum_MN)
+    else:
+        sum_MN += a_MK @ b_KN
