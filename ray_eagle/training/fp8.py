@@ -48,9 +48,10 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
     return _multiply(a, b, dtype)[: a.count, : b.count]
 
 
-def add_product(sum_MN: Tensor, a: Quantised, b: Quantised) -> None:
-    """sum += a [M, K] times b [N, K] transposed, in float32."""
-    sum_MN += _multiply(a, b, torch.float32)
+def add_product(sum_MN: Tensor, a: Quantised, b: Quantised, empty: bool = False) -> None:
+    """sum += a [M, K] times b [N, K] transposed, in float32; sum = that where it is still `empty`."""
+    product_MN = _multiply(a, b, torch.float32)
+    sum_MN.copy_(product_MN) if empty else sum_MN.add_(product_MN)
 
 
 def _multiply(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:

@@ -141,7 +141,9 @@ class Trainer:
         for pack in packs:
             scores = train_pack(self.weights, pack, self.embedding_VH, self.draft_head_DH, weights_K, self.objective)
             losses.append(self._recent.add(scores) @ weights_K.double())
-        self.weights.gather()  # a worker without a pack adds zeros
+        if not packs:  # this worker adds zeros
+            self.weights.gather()
+            self.weights.settle()
         rate = learning_rate(self.step, self.total_steps, peak=s.lr, floor=s.lr_floor, warmup_share=s.warmup_share)
         norm = self._update(rate)
         self._unchecked.append(_Unchecked(self.step, norm, losses, names))

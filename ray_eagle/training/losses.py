@@ -142,12 +142,12 @@ def plain_row_losses(
     objective: Objective,
 ) -> tuple[Tensor, Tensor]:
     """`row_losses` in plain torch."""
-    best_R = logits_RD.argmax(-1)
+    best_R = logits_RD.max(-1).indices  # several times faster than argmax on CPUs
     log_q = wide(logits_RD).log_softmax(-1)
     label_R1 = target_R.clamp(min=0)[:, None]
     if objective.labels == "soft":
         p = wide(teacher_SD).softmax(-1)[row_R]
-        entropy_R = -torch.einsum("rd,rd->r", p, log_q)
+        entropy_R = -torch.linalg.vecdot(p, log_q)
     else:
         p = torch.zeros_like(log_q).scatter_(1, label_R1, (target_R >= 0).to(log_q.dtype)[:, None])
         entropy_R = -log_q.gather(1, label_R1)[:, 0] * (target_R >= 0)

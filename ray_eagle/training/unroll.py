@@ -199,6 +199,7 @@ def train_pack(
     unroll = Unroll(weights, pack, embedding_VH)
     scores, gradients = head_and_loss(weights, unroll.outputs, pack, draft_head_DH, objective or Objective(), weights_K)
     unroll.backward(gradients)
+    weights.settle()
     return scores
 
 

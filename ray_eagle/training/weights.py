@@ -12,6 +12,9 @@ from ray_eagle.drafter.model import Drafter
 from ray_eagle.training import fp8
 from ray_eagle.training.pointwise import PLAIN, Pointwise
 
+ROWS = 2048
+"""Weight gradients of fewer rows wait for more: a product of few rows is as slow as its sum is large."""
+
 
 class Matrix:
     """One matrix [out, in] of one or more parameters on top of each other."""
@@ -24,6 +27,8 @@ class Matrix:
         self.value = first.detach() if self._shared else torch.empty(shape, dtype=dtype, device=first.device)
         self._quantised: fp8.Quantised | None = None
         self._gradient: Tensor | None = None
+        self._empty = False
+        self._waiting: list[tuple[slice, Tensor, Tensor]] = []
         self.refresh()
 
     def refresh(self) -> None:
@@ -36,17 +41,33 @@ class Matrix:
             self._quantised = fp8.quantise(self.value, fp8.FORWARD)
 
     def gather(self) -> None:
-        """Let the parameters' `.grad` be parts of the gradient buffer; zeros where there was none."""
+        """Let the parameters' `.grad` be parts of the gradient buffer, which starts at zero where there was none."""
         if self._gradient is None:
             kind = torch.promote_types(self.value.dtype, torch.float32)
-            self._gradient = torch.zeros(self.value.shape, dtype=kind, device=self.value.device)
+            self._gradient = torch.empty(self.value.shape, dtype=kind, device=self.value.device)
+        self._empty = all(parameter.grad is None for parameter in self.parameters)
         parts = self._gradient.split([len(p) for p in self.parameters])
         for part, parameter in zip(parts, self.parameters, strict=True):
-            if parameter.grad is None:
+            if parameter.grad is None and not self._empty:
                 part.zero_()
-            elif parameter.grad is not part and parameter.grad.data_ptr() != part.data_ptr():
+            elif parameter.grad is not None and parameter.grad.data_ptr() != part.data_ptr():
                 part.copy_(parameter.grad)
             parameter.grad = part
+
+    def settle(self) -> None:
+        """Make the gradient buffer complete."""
+        assert self._gradient is not None, "gather() comes first"
+        waiting, self._waiting = self._waiting, []
+        whole = [entry for entry in waiting if entry[0] == slice(None)]
+        parts = [entry for entry in waiting if entry[0] != slice(None)]
+        if whole:
+            _, grads, inputs = zip(*whole, strict=True)
+            self._add(self._gradient, _one(grads), _one(inputs), self._empty)
+        elif self._empty:
+            self._gradient.zero_()
+        self._empty = False
+        for rows, grad_NO, x_NI in parts:
+            self._add(self._gradient[rows], grad_NO, x_NI, False)
 
     def product(self, x_NI: Tensor, rows: slice = slice(None), add: Tensor | None = None) -> Tensor:
         """[N, out]: x times the rows of the matrix, transposed; `add` [N, out] is added before rounding."""
@@ -68,13 +89,17 @@ class Matrix:
         return fp8.product(fp8.quantise(grad_NO, fp8.BACKWARD), self._quantised.rows(rows).transposed(), grad_NO.dtype)
 
     def add_gradient(self, grad_NO: Tensor, x_NI: Tensor, rows: slice = slice(None)) -> None:
-        """Add grad^T x to the gradient buffer."""
-        assert self._gradient is not None, "gather() comes first"
+        """Add grad^T x to the gradient buffer: now, or with others when there are few rows. Neither may change meanwhile."""
+        self._waiting.append((rows, grad_NO, x_NI))
+        if sum(len(grad) for _, grad, _ in self._waiting) >= ROWS:
+            self.settle()
+
+    def _add(self, sum_OI: Tensor, grad_NO: Tensor, x_NI: Tensor, empty: bool) -> None:
         if self._quantised is None:
-            add_product(self._gradient[rows], grad_NO.T, x_NI)
+            add_product(sum_OI, grad_NO.T, x_NI, empty)
         else:
             grad, x = fp8.quantise(grad_NO, fp8.BACKWARD), fp8.quantise(x_NI, fp8.FORWARD)
-            fp8.add_product(self._gradient[rows], grad.transposed(), x.transposed())
+            fp8.add_product(sum_OI, grad.transposed(), x.transposed(), empty)
 
 
 class Vector:
@@ -136,12 +161,24 @@ class Weights:
         for vector in self.vectors:
             vector.gather()
 
+    def settle(self) -> None:
+        """After it: the gradients are complete."""
+        for matrix in self.matrices:
+            matrix.settle()
 
-def add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
-    """sum += a @ b, the sum in float32 also where a and b have 16 bits."""
+
+def add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor, empty: bool = False) -> None:
+    """sum += a @ b (sum = a @ b where it is still `empty`), the sum in float32 also where a and b have 16 bits."""
     if a_MK.dtype == sum_MN.dtype:
-        torch.addmm(sum_MN, a_MK, b_KN, out=sum_MN)
+        torch.mm(a_MK, b_KN, out=sum_MN) if empty else torch.addmm(sum_MN, a_MK, b_KN, out=sum_MN)
     elif sum_MN.device.type == "cuda":
-        torch.addmm(sum_MN, a_MK, b_KN, out_dtype=sum_MN.dtype, out=sum_MN)
+        kind = {"out_dtype": sum_MN.dtype, "out": sum_MN}
+        torch.mm(a_MK, b_KN, **kind) if empty else torch.addmm(sum_MN, a_MK, b_KN, **kind)
+    elif empty:
+        sum_MN.copy_(a_MK @ b_KN)
     else:
         sum_MN += a_MK @ b_KN
+
+
+def _one(tensors: tuple[Tensor, ...]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
