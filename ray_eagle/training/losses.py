@@ -19,12 +19,14 @@ from torch import Tensor
 
 from ray_eagle.training.packing import BLOCK, Pack
 from ray_eagle.training.pointwise import wide
-from ray_eagle.training.weights import Weights
+from ray_eagle.training.weights import Weights, wide_product
 
 ROWS = 8192
 """Rows of draft logits that exist at once on a GPU,"""
 ROWS_CPU = 1024
-"""and on a CPU, where they should stay in its caches."""
+"""and on a CPU."""
+CACHED = 2**18
+"""Logits that the plain loss takes at once: its passes over them should find them in a cache."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def head_and_loss(
         ]
         counts = [part.stop - part.start for part in parts]
         first = block * BLOCK
-        teacher_SD = pack.last_SH[first : end * BLOCK] @ draft_head_DH.T
+        teacher_SD = wide_product(pack.last_SH[first : end * BLOCK], draft_head_DH.T)
         output_RH = torch.cat([u[r] for u, r in zip(outputs, rows, strict=True)])
         normed_RH = weights.pointwise.norm(output_RH, weights.final_norm.value, weights.eps)
         logits_RD = weights.head.product(normed_RH)
@@ -130,7 +132,14 @@ def row_losses(
 
         found: tuple[Tensor, Tensor] = kernels.row_losses(logits_RD, teacher_SD, row_R, target_R, weight_R, objective)
         return found
-    return plain_row_losses(logits_RD, teacher_SD, row_R, target_R, weight_R, objective)
+    losses, best = [], []
+    step = max(1, CACHED // logits_RD.shape[1])
+    for rows in (slice(first, first + step) for first in range(0, max(1, len(row_R)), step)):
+        weight = None if weight_R is None else weight_R[rows]
+        loss, choice = plain_row_losses(logits_RD[rows], teacher_SD, row_R[rows], target_R[rows], weight, objective)
+        losses.append(loss)
+        best.append(choice)
+    return torch.cat(losses), torch.cat(best)
 
 
 def plain_row_losses(
@@ -146,7 +155,7 @@ def plain_row_losses(
     log_q = wide(logits_RD).log_softmax(-1)
     label_R1 = target_R.clamp(min=0)[:, None]
     if objective.labels == "soft":
-        p = wide(teacher_SD).softmax(-1)[row_R]
+        p = wide(teacher_SD[row_R]).softmax(-1)
         entropy_R = -torch.linalg.vecdot(p, log_q)
     else:
         p = torch.zeros_like(log_q).scatter_(1, label_R1, (target_R >= 0).to(log_q.dtype)[:, None])

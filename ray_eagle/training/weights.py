@@ -180,5 +180,11 @@ def add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor, empty: bool = False)
         sum_MN += a_MK @ b_KN
 
 
+def wide_product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """a @ b, on GPUs not rounded to 16 bits."""
+    halves = a_MK.dtype in (torch.bfloat16, torch.float16)
+    return torch.mm(a_MK, b_KN, out_dtype=torch.float32) if halves and a_MK.is_cuda else a_MK @ b_KN
+
+
 def _one(tensors: tuple[Tensor, ...]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
