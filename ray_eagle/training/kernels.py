@@ -156,7 +156,7 @@ def _row_losses(
     there = teacher + tl.load(teacher_row + r) * size
     block = tl.arange(0, BLOCK)
     z_top, z_sum, t_top, t_sum, dot = float("-inf"), 0.0, float("-inf"), 0.0, 0.0
-    choice = tl.zeros((), tl.int64)
+    choice = label * 0
     for start in range(0, size, BLOCK):
         mask = start + block < size
         z = tl.load(here + start + block, mask, other=float("-inf")).to(tl.float32)
@@ -173,11 +173,11 @@ def _row_losses(
             dot = dot * before + tl.sum(tl.where(mask, e * z, 0.0), 0)
             t_top = higher
     z_lse = z_top + tl.log(z_sum)
-    t_lse = t_top + tl.log(t_sum)
     if HARD:
         entropy = tl.where(label >= 0, z_lse - tl.load(here + tl.maximum(label, 0)).to(tl.float32), 0.0)
     else:
         entropy = z_lse - dot / t_sum
+        t_lse = t_top + tl.log(t_sum)
     share, accepted, below = 1.0, 0.0, 0.0
     if OBJECTIVE != "soft-ce":
         for start in range(0, size, BLOCK):

@@ -104,10 +104,11 @@ PLAIN = Pointwise()
 
 def compiled(backend: str = "inductor") -> Pointwise:
     """Compiled for any number of rows; every other size is a constant of the kernels."""
-    return Pointwise(**{f.name: _compile(getattr(PLAIN, f.name), backend) for f in fields(Pointwise)})
+    return Pointwise(**{f.name: compile_rows(getattr(PLAIN, f.name), backend) for f in fields(Pointwise)})
 
 
-def _compile(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+def compile_rows(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+    """A pure function of tensors with the same number of rows, compiled for any such number."""
     fast = torch.compile(function, backend=backend, fullgraph=True)
 
     def call(*arguments: Any) -> Any:

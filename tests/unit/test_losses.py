@@ -214,6 +214,7 @@ def test_never_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> N
     for module in (packing, losses):
         monkeypatch.setattr(module, "BLOCK", 4)
     monkeypatch.setattr(losses, "ROWS_CPU", 24)
+    monkeypatch.setattr(weights, "ROWS", 1)
     case = Case(6, documents=20)
     positions = sum(len(s.at_N) for s in make_pack(case.samples, case.steps).steps)
     with Largest(44) as largest:
