@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ray_eagle.config import Config, TrainConfig
-from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.start import channel_rms, start_drafter
 from ray_eagle.errors import WorkerError
 from ray_eagle.hidden_states.reader import HiddenStates
@@ -30,6 +29,7 @@ from ray_eagle.probing.predict import SamplePrediction, predict, predicted_lengt
 from ray_eagle.run import LOGS, RunFolder
 from ray_eagle.target.loading import TargetFacts, choose_dtype, head_and_embedding
 from ray_eagle.training.losses import Objective, StepScores, entering_counts, loss_weights
+from ray_eagle.training.optimizer import clip_and_step, make_optimizer
 from ray_eagle.training.packing import Pack, make_pack
 from ray_eagle.training.pointwise import PLAIN, compiled
 from ray_eagle.training.schedule import epoch_steps, learning_rate
@@ -104,7 +104,8 @@ class Trainer:
         self.plan = [packs for epoch in epochs for packs in epoch]
         self.epoch_ends = list(accumulate(map(len, epochs)))
         self.total_steps = len(self.plan)
-        self.optimizer = _optimizer(self.drafter, self.settings)
+        s = self.settings
+        self.optimizer = make_optimizer(self.drafter, lr=s.lr, betas=s.betas, weight_decay=s.weight_decay)
         self.generator = torch.Generator(self.device).manual_seed(seed + rank)
         self.step = 0
         self._reading: Iterator[list[Sample]] | None = None
@@ -156,18 +157,10 @@ class Trainer:
 
     def _update(self, rate: float) -> Tensor:
         """Sum the gradients over workers, clip them and step, all of it on the device. Returns their norm before."""
-        gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
-        if self.world > 1:
-            for gradient in gradients:
-                dist.all_reduce(gradient)
-        norm = torch.stack(torch._foreach_norm(gradients)).norm()
-        # What a GradScaler would set: the fused kernel divides by the scale, and does nothing where infinities were found.
-        self.optimizer.grad_scale = ((norm + 1e-6) / self.settings.clip).clamp(min=1)
-        self.optimizer.found_inf = (~norm.isfinite()).float()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.drafter.parameters():
+            if self.world > 1 and parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+        norm = clip_and_step(self.optimizer, rate, self.settings.clip)
         self.weights.refresh()
         return norm
 
@@ -278,13 +271,6 @@ def validation_figures(predictions: list[SamplePrediction], steps: int) -> dict[
             1, sum(p.entering_K[k] for p in predictions)
         )
     return figures
-
-
-def _optimizer(drafter: Drafter, settings: TrainConfig) -> torch.optim.AdamW:
-    matrices = [p for p in drafter.parameters() if p.dim() == 2]
-    norms = [p for p in drafter.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": norms, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
 
 
 @dataclass(frozen=True)

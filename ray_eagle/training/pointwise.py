@@ -109,7 +109,7 @@ def compiled(backend: str = "inductor") -> Pointwise:
 
 def compile_rows(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
     """A pure function of tensors with the same number of rows, compiled for any such number."""
-    fast = torch.compile(function, backend=backend, fullgraph=True)
+    fast = torch.compile(function, backend=backend)
 
     def call(*arguments: Any) -> Any:
         rows = arguments[0].shape[0]

@@ -39,6 +39,7 @@ class Matrix:
                 part.copy_(parameter.detach())
         if self.eight_bits:
             self._quantised = fp8.quantise(self.value, fp8.FORWARD)
+            self._turned = self._quantised.transposed()
 
     def gather(self) -> None:
         """Let the parameters' `.grad` be parts of the gradient buffer, which starts at zero where there was none."""
@@ -86,10 +87,13 @@ class Matrix:
         """[N, in]"""
         if self._quantised is None:
             return grad_NO @ self.value[rows]
-        return fp8.product(fp8.quantise(grad_NO, fp8.BACKWARD), self._quantised.rows(rows).transposed(), grad_NO.dtype)
+        columns = slice(*rows.indices(self._quantised.count)[:2])
+        return fp8.product(fp8.quantise(grad_NO, fp8.BACKWARD), self._turned.columns(columns), grad_NO.dtype)
 
     def add_gradient(self, grad_NO: Tensor, x_NI: Tensor, rows: slice = slice(None)) -> None:
         """Add grad^T x to the gradient buffer: now, or with others when there are few rows. Neither may change meanwhile."""
+        if not len(grad_NO):
+            return
         self._waiting.append((rows, grad_NO, x_NI))
         if sum(len(grad) for _, grad, _ in self._waiting) >= ROWS:
             self.settle()

@@ -46,7 +46,7 @@ def random_samples(seed: int, count: int = 8, hidden: int = HIDDEN) -> list[Samp
                 torch.randn(teaching, hidden, generator=generator).bfloat16(),
                 torch.randint(0, VOCAB, (teaching,), generator=generator).int(),
                 torch.randn(teaching),
-            )  # fmt: skip
+            )
         )
     return samples
 
