@@ -174,6 +174,16 @@ class TrainConfig(Section):
     """One GPU for each worker."""
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Matrix products; master weights, softmax and loss are float32 always."""
+    fp8: bool = False
+    """8-bit matrix products in the drafter (Hopper GPUs and later; elsewhere emulated). The teacher is never rounded so."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Fuse what lies between the matrix products with torch.compile. auto: on GPUs."""
+    objective: Literal["soft-ce", "acceptance", "mix"] = "soft-ce"
+    """Soft cross-entropy; the chance that sampled speculation accepts a draft; or from the first to the second as it grows."""
+    labels: Literal["soft", "hard"] = "soft"
+    """Learn the target's distribution over the draft vocabulary, or its choice alone."""
+    supervised_only: bool = True
+    """Compute only the positions that count (exact). Off computes every position, for comparison."""
     report_every: Positive = 10
     """Steps between log lines and metrics."""
     checkpoint_every: Positive = 200

@@ -13,8 +13,22 @@ from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.errors import CheckpointError, explain
 
 
+def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight, computed in float32 (or float64 for float64 input), in the dtype of x."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * weight_H.to(wide.dtype)).to(x.dtype)
+
+
+def rotate_half(x_TAE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """Rotary position embedding of the "rotate half" kind; cos and sin are [T, E/2], one row a token."""
+    first, second = x_TAE.chunk(2, dim=-1)
+    cos, sin = cos_TE[:, None], sin_TE[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, the mean square taken in float32 (or float64 for float64 input)."""
+    """`rms_norm` with its weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -22,9 +36,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight.to(wide.dtype)).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -115,11 +127,13 @@ class Drafter(nn.Module):
         return self.lm_head(self.norm(output_TH))
 
     def rotate(self, x_TAE: Tensor, positions_T: Tensor) -> Tensor:
-        """Rotary position embedding ("rotate half") over the last dimension."""
+        """Rotary position embedding over the last dimension."""
+        return rotate_half(x_TAE, *self.rotary(positions_T, x_TAE.dtype))
+
+    def rotary(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Two [T, E/2]: cos and sin of each position's angles, taken in float64."""
         angles_TE = positions_T.double()[:, None] * self.inverse_frequencies.to(positions_T.device)
-        cos_TE, sin_TE = ((f(angles_TE) * self.rope_scale).to(x_TAE.dtype)[:, None] for f in (torch.cos, torch.sin))
-        first, second = x_TAE.chunk(2, dim=-1)
-        return torch.cat([first * cos_TE - second * sin_TE, second * cos_TE + first * sin_TE], dim=-1)
+        return (angles_TE.cos() * self.rope_scale).to(dtype), (angles_TE.sin() * self.rope_scale).to(dtype)
 
 
 def rope_frequencies(shape: DrafterShape) -> tuple[Tensor, float]:

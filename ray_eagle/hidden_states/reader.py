@@ -84,6 +84,12 @@ class HiddenStates:
         part.rows, part._files = self.rows[rank::world], OrderedDict()
         return part
 
+    def by_id(self) -> "HiddenStates":
+        """The same samples in the order of their ids: whatever units and formats they lie in, the order is one."""
+        ordered = copy(self)
+        ordered.rows, ordered._files = sorted(self.rows, key=lambda row: row.record.sample_id), OrderedDict()
+        return ordered
+
     def check(self, index: int) -> None:
         """Raises DatasetError when the bytes of a sample are not the ones that were written."""
         row = self.rows[index]

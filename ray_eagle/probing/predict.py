@@ -16,6 +16,7 @@ from ray_eagle.hidden_states.schema import Sample
 from ray_eagle.probing.walk import answers_of, walk_answer
 from ray_eagle.training.packing import make_pack
 from ray_eagle.training.unroll import score_steps
+from ray_eagle.training.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,21 @@ def predict(
     *,
     first_answer: int | None = None,
     progress: Callable[[], None] = lambda: None,
+    weights: Weights | None = None,
 ) -> list[SamplePrediction]:
-    """Walk the answers of each sample with `steps` draft tokens a pass; tensors in the drafter's dtype, on its device.
+    """Walk the answers of each sample with `steps` draft tokens a pass, computed in the dtype of `embedding_VH`.
+
+    Tensors must be on the drafter's device. `weights`: the drafter's, when they exist already.
 
     `first_answer`: walk only so many tokens of the first answer, as a probe with that many new tokens does.
     """
     predictions = []
+    weights = weights or Weights(drafter, embedding_VH.dtype)
     for sample in samples:
         pack = make_pack([sample], steps).to(embedding_VH.device, embedding_VH.dtype)
         right_KT: np.ndarray = np.zeros((steps, len(sample.input_ids)), dtype=bool)
         rows: list[tuple[int, int, int, float, int]] = []
-        for k, scores in enumerate(score_steps(drafter, pack, embedding_VH, draft_head_DH)):
+        for k, scores in enumerate(score_steps(weights, pack, embedding_VH, draft_head_DH)):
             right_KT[k, scores.at_N.cpu().numpy()] = scores.right_N.cpu().numpy()
             entering = int(scores.enters_N.sum())
             loss = float(scores.losses_N[scores.enters_N].sum())

@@ -6,9 +6,11 @@ positions that enter it in the whole step, so neither the number of workers nor 
 
 import json
 import math
+import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ray_eagle.config import Config, TrainConfig
-from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.start import channel_rms, start_drafter
 from ray_eagle.errors import WorkerError
 from ray_eagle.hidden_states.reader import HiddenStates
@@ -27,9 +28,13 @@ from ray_eagle.hidden_states.schema import Sample
 from ray_eagle.probing.predict import SamplePrediction, predict, predicted_length
 from ray_eagle.run import LOGS, RunFolder
 from ray_eagle.target.loading import TargetFacts, choose_dtype, head_and_embedding
+from ray_eagle.training.losses import Objective, StepScores, entering_counts, loss_weights
+from ray_eagle.training.optimizer import clip_and_step, make_optimizer
 from ray_eagle.training.packing import Pack, make_pack
+from ray_eagle.training.pointwise import PLAIN, compiled
 from ray_eagle.training.schedule import epoch_steps, learning_rate
-from ray_eagle.training.unroll import entering_counts, loss_weights, score_steps
+from ray_eagle.training.unroll import train_pack
+from ray_eagle.training.weights import Weights
 from ray_eagle.vocab import read_map
 
 STATE = "state.pt"
@@ -75,29 +80,38 @@ class Trainer:
         self.settings: TrainConfig = job.config.train
         self.device = torch.device("cuda" if self.settings.use_gpu else "cpu")
         torch.set_num_threads(max(1, round(self.settings.cpus_per_worker)))
+        if self.settings.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses
         torch.use_deterministic_algorithms(self.settings.deterministic)
         self.compute = choose_dtype(self.settings.compute_dtype, self.device)
         d2t, t2d = read_map(job.run.of("vocab"))
         seed = job.config.seed
-        self.data = HiddenStates(job.run.of("extract"), "train")
+        self.data = HiddenStates(job.run.of("extract"), "train").by_id()
         rms_C = channel_rms(self.data)
         self.drafter = start_drafter(job.config.drafter, job.facts, d2t, t2d, seed, rms_C).to(self.device)
         self.drafter.inverse_frequencies = self.drafter.inverse_frequencies.to(self.device)
         head_VH, embedding_VH, _ = head_and_embedding(job.facts)
-        self.draft_head_DH = head_VH[self.drafter.target_ids.cpu()].to(self.device, torch.float32)
-        self.embedding_VH = embedding_VH.to(self.device, torch.float32)
+        self.draft_head_DH = head_VH[self.drafter.target_ids.cpu()].to(self.device, self.compute)
+        self.embedding_VH = embedding_VH.to(self.device, self.compute)
+        compiles = {"auto": self.device.type == "cuda", "on": True, "off": False}[self.settings.compile]
+        self.weights = Weights(
+            self.drafter, self.compute, eight_bits=self.settings.fp8, pointwise=compiled() if compiles else PLAIN
+        )
+        self.objective = Objective(self.settings.objective, self.settings.labels)
         self.validation = HiddenStates(job.run.of("extract"), "validation").shard(rank, world)
         self.lengths = self.data.lengths()
         epochs = [self._epoch(e) for e in range(self.settings.epochs)]
         self.plan = [packs for epoch in epochs for packs in epoch]
         self.epoch_ends = list(accumulate(map(len, epochs)))
         self.total_steps = len(self.plan)
-        self.optimizer = _optimizer(self.drafter, self.settings)
+        s = self.settings
+        self.optimizer = make_optimizer(self.drafter, lr=s.lr, betas=s.betas, weight_decay=s.weight_decay)
         self.generator = torch.Generator(self.device).manual_seed(seed + rank)
         self.step = 0
         self._reading: Iterator[list[Sample]] | None = None
         self.history = History(job.run) if rank == 0 else None
-        self._recent = _Recent(self.settings.unroll_steps)
+        self._recent = _Recent(self.settings.unroll_steps, self.device)
+        self._unchecked: deque[_Unchecked] = deque()
 
     def _epoch(self, epoch: int) -> list[list[list[int]]]:
         s = self.settings
@@ -108,53 +122,74 @@ class Trainer:
         return self.step in self.epoch_ends or self.step % self.settings.checkpoint_every == 0
 
     def train_step(self) -> None:
-        """One optimizer step over this worker's share of the step's packs. Raises WorkerError on a non-finite loss."""
+        """One optimizer step over this worker's share of the step's packs, without waiting for a GPU.
+
+        A step whose gradient is not finite changes nothing, and raises WorkerError: at once on a CPU, one step late or at
+        the next report on a GPU.
+        """
         s = self.settings
         if self._reading is None:
-            self._reading = self.data.batches(pack for step in self.plan[self.step :] for pack in self._mine(step))
+            wanted = (pack for step in self.plan[self.step :] for pack in self._mine(step))
+            self._reading = self.data.batches(wanted, pin=self.device.type == "cuda")
         packs = [self._pack(next(self._reading)) for _ in self._mine(self.plan[self.step])]
         counts_K = sum(
             (entering_counts(pack, self.drafter.t2d) for pack in packs),
             start=torch.zeros(s.unroll_steps, dtype=torch.int64, device=self.device),
         )
         weights_K = loss_weights(self._sum(counts_K), s.step_decay).float()
+        names = tuple(pack.names for pack in packs)
+        losses = []
         for pack in packs:
-            with torch.autocast(self.device.type, self.compute, enabled=self.compute != torch.float32):
-                loss = self._loss(pack, weights_K)
-            if not math.isfinite(loss.item()):
-                raise WorkerError(
-                    f"train: the loss of step {self.step} is {loss.item()}, in samples {', '.join(pack.names)}. Lower train.lr, "
-                    "or run `ray-eagle verify` on the hidden states."
-                )
-            loss.backward()
-        for parameter in self.drafter.parameters():
-            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            parameter.grad = self._sum(gradient)
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), s.clip)
+            scores = train_pack(self.weights, pack, self.embedding_VH, self.draft_head_DH, weights_K, self.objective)
+            losses.append(self._recent.add(scores) @ weights_K.double())
+        if not packs:  # this worker adds zeros
+            self.weights.gather()
+            self.weights.settle()
         rate = learning_rate(self.step, self.total_steps, peak=s.lr, floor=s.lr_floor, warmup_share=s.warmup_share)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = self._update(rate)
+        self._unchecked.append(_Unchecked(self.step, norm, losses, names))
         self.step += 1
-        self._recent.end_step(float(norm), rate)
+        self._recent.end_step(norm, rate)
+        self._check(waiting=int(self.device.type == "cuda"))
         if self.step % s.report_every == 0 or self.step == self.total_steps:
+            self._check()
             self._log(self._recent.figures(self._sum))
 
-    def _loss(self, pack: Pack, weights_K: Tensor) -> Tensor:
-        total = torch.zeros((), device=self.device)
-        for k, scores in enumerate(score_steps(self.drafter, pack, self.embedding_VH, self.draft_head_DH)):
-            summed = scores.losses_N[scores.enters_N].sum()
-            total = total + summed * weights_K[k]
-            self._recent.add(k, summed.detach(), scores.enters_N, scores.right_N)
-        return total
+    def _update(self, rate: float) -> Tensor:
+        """Sum the gradients over workers, clip them and step, all of it on the device. Returns their norm before."""
+        for parameter in self.drafter.parameters():
+            if self.world > 1 and parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+        norm = clip_and_step(self.optimizer, rate, self.settings.clip)
+        self.weights.refresh()
+        return norm
+
+    def _check(self, waiting: int = 0) -> None:
+        """Raise WorkerError for a step without a finite gradient, leaving the newest `waiting` steps for later."""
+        while len(self._unchecked) > waiting:
+            found = self._unchecked.popleft()
+            if bool(found.norm.isfinite()):
+                continue
+            losses = [loss.item() for loss in found.losses]
+            bad = [
+                f"{loss}, in samples {', '.join(names)}"
+                for loss, names in zip(losses, found.names, strict=True)
+                if not math.isfinite(loss)
+            ]
+            where = "; ".join(bad) or f"finite here, but not its gradient: samples {', '.join(sum(found.names, ()))}"
+            raise WorkerError(
+                f"train: the loss of step {found.step} is {where}. The weights were not changed by it. Lower train.lr, or run "
+                "`ray-eagle verify` on the hidden states."
+            )
 
     def _mine(self, step: list[list[int]]) -> list[list[int]]:
         """This worker's packs of a step."""
         return step[self.rank :: self.world]
 
     def _pack(self, samples: list[Sample]) -> Pack:
-        pack = make_pack(samples, self.settings.unroll_steps).to(self.device, torch.float32)
+        everywhere, pin = not self.settings.supervised_only, self.device.type == "cuda"
+        pack = make_pack(samples, self.settings.unroll_steps, everywhere=everywhere, pin=pin)
+        pack = pack.to(self.device, self.compute)
         return replace(pack, aux_TC=add_noise(pack.aux_TC, self.settings, self.generator))
 
     def _sum(self, tensor: Tensor) -> Tensor:
@@ -167,14 +202,14 @@ class Trainer:
 
     def validate(self) -> dict[str, float]:
         """Predicted acceptance length and accuracies over this run's validation conversations, the same on all workers."""
-        with torch.autocast(self.device.type, self.compute, enabled=self.compute != torch.float32):
-            predictions = predict(
-                self.drafter,
-                iter(self.validation),
-                self.embedding_VH,
-                self.draft_head_DH,
-                self.settings.unroll_steps,
-            )
+        predictions = predict(
+            self.drafter,
+            iter(self.validation),
+            self.embedding_VH,
+            self.draft_head_DH,
+            self.settings.unroll_steps,
+            weights=self.weights,
+        )
         if self.world > 1:
             gathered: list[Any] = [None] * self.world
             dist.all_gather_object(gathered, predictions)
@@ -190,6 +225,7 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """Everything that decides the rest of the run: weights, optimizer, cursor, random state."""
+        self._check()
         state = {
             "drafter": self.drafter.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -202,6 +238,7 @@ class Trainer:
     def load(self, path: Path) -> None:
         state = torch.load(path, map_location=self.device, weights_only=True)
         self.drafter.load_state_dict(state["drafter"])
+        self.weights.refresh()
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
         self._reading = None
@@ -219,7 +256,7 @@ def add_noise(aux_TC: Tensor, settings: TrainConfig, generator: torch.Generator)
         noise.uniform_(-settings.noise, settings.noise, generator=generator)
     else:
         noise.normal_(std=settings.noise, generator=generator)
-    return aux_TC + noise
+    return noise.add_(aux_TC)
 
 
 def validation_figures(predictions: list[SamplePrediction], steps: int) -> dict[str, float]:
@@ -235,42 +272,52 @@ def validation_figures(predictions: list[SamplePrediction], steps: int) -> dict[
     return figures
 
 
-def _optimizer(drafter: Drafter, settings: TrainConfig) -> torch.optim.AdamW:
-    matrices = [p for p in drafter.parameters() if p.dim() == 2]
-    norms = [p for p in drafter.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": norms, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
+@dataclass(frozen=True)
+class _Unchecked:
+    """A step whose gradient may not be finite: what must be known to say so."""
+
+    step: int
+    norm: Tensor
+    losses: list[Tensor]
+    """Of each pack of this worker,"""
+    names: tuple[tuple[str, ...], ...]
+    """and its samples."""
 
 
 class _Recent:
-    """Sums since the last log line, of this worker."""
+    """Sums since the last log line, of this worker, on its device."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
+    def __init__(self, steps: int, device: torch.device) -> None:
+        self.steps, self.device = steps, device
         self._reset()
 
     def _reset(self) -> None:
         # rows: summed loss, positions in the loss, right choices, positions that count
-        self.sums_4K = torch.zeros(4, self.steps, dtype=torch.float64)
-        self.norms: list[float] = []
+        self.sums_4K = torch.zeros(4, self.steps, dtype=torch.float64, device=self.device)
+        self.norms: list[Tensor] = []
         self.rate = 0.0
         self.began = time.monotonic()
 
-    def add(self, k: int, loss: Tensor, enters_N: Tensor, right_N: Tensor) -> None:
-        self.sums_4K[:, k] += torch.tensor(
-            [loss.item(), enters_N.sum().item(), right_N.sum().item(), len(enters_N)], dtype=torch.float64
+    def add(self, scores: list[StepScores]) -> Tensor:
+        """Add a pack, and return its summed losses [K] float64."""
+        losses = torch.stack([torch.where(s.enters_N, s.losses_N, 0.0).sum() for s in scores]).double()
+        entered, right = (
+            torch.stack([x.sum() for x in xs]) for xs in zip(*((s.enters_N, s.right_N) for s in scores), strict=False)
         )
+        counted = torch.tensor([len(s.at_N) for s in scores], dtype=torch.float64).to(self.device, non_blocking=True)
+        self.sums_4K += torch.stack([losses, entered.double(), right.double(), counted])
+        return losses
 
-    def end_step(self, norm: float, rate: float) -> None:
+    def end_step(self, norm: Tensor, rate: float) -> None:
         self.norms.append(norm)
         self.rate = rate
 
-    def figures(self, total: Any) -> dict[str, float]:
-        loss_K, entered_K, right_K, counted_K = total(self.sums_4K.clone())
+    def figures(self, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        loss_K, entered_K, right_K, counted_K = total(self.sums_4K.clone()).cpu()
         seconds = time.monotonic() - self.began
         figures = {
             "lr": self.rate,
-            "grad_norm": sum(self.norms) / len(self.norms),
+            "grad_norm": float(torch.stack(self.norms).mean()),
             "tokens_per_second": float(counted_K[0]) / seconds,
         }
         for k in range(self.steps):

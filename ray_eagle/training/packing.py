@@ -12,21 +12,47 @@ from torch import Tensor
 
 from ray_eagle.hidden_states.schema import Sample, aux_states
 
+BLOCK = 256
+"""Teacher rows: head and loss go through a pack in chunks of a multiple of it."""
+
 
 @dataclass(frozen=True)
 class StepIndex:
-    """The N_k positions that count at one step, grouped by document for attention."""
+    """The N positions that are computed at one step."""
 
     at_N: Tensor
     """[N] int64: their index t in the pack, ascending."""
     kept_N: Tensor
     """[N] int64: their row among the previous step's positions (among all T at step 0)."""
+    first_N: Tensor
+    """[N] int64: their row among step 0's positions."""
     slot_N: Tensor
-    """[N] int64: their place in a [documents, width] grid."""
-    width: int
-    """Most positions of any document."""
-    causal_BNT: Tensor
-    """[documents, width, longest document] bool: which step-0 keys each grid place sees."""
+    """[N] int64: their place among the query slots of `Spans`."""
+    scored_M: Tensor
+    """[M] int64: rows among the N that count (all of them, unless positions are computed everywhere)."""
+    teacher_M: Tensor
+    """[M] int64, ascending: the teacher's row of each."""
+    blocks: tuple[int, ...]
+    """How many of the M have a teacher row below 0, BLOCK, 2 * BLOCK, .. S."""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Where each document's queries and keys lie. Queries run from its first computed position to its end."""
+
+    bounds: tuple[tuple[int, int, int, int], ...]
+    """(first query slot, end of slots, first key, end of keys) of each document; its last slot is at its last key."""
+    queries_B1: Tensor
+    """[B + 1] int32: the same bounds as offsets, for flash attention."""
+    keys_B1: Tensor
+    """[B + 1] int32."""
+    longest_queries: int
+    longest_keys: int
+
+    @property
+    def slots(self) -> int:
+        """Query slots of all documents together."""
+        return self.bounds[-1][1]
 
 
 @dataclass(frozen=True)
@@ -41,31 +67,38 @@ class Pack:
     """[T, 3G] uint8 while `aux_TC` is float8, else None."""
     positions_T: Tensor
     """[T] int64: position inside the document."""
-    key_slot_T: Tensor
-    """[T] int64: place of each token in a [documents, longest document] grid."""
-    documents: int
-    longest: int
-    teacher_row_T: Tensor
-    """[T] int64: row of `last_SH` and `top1_S` whose state is at t; -1 where no teacher is."""
     last_SH: Tensor
     """[S, H] float: last states after the final norm."""
     top1_S: Tensor
     """[S] int64: the teacher's choice over the whole target vocabulary."""
     steps: tuple[StepIndex, ...]
     """One for each unroll step."""
+    spans: Spans
     names: tuple[str, ...]
     """sample_id of each document."""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Pack":
-        """The pack on a device, its states in `dtype`."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        moved["aux_TC"] = aux_states(moved["aux_TC"], moved.pop("aux_scale_TG", None), dtype)
-        moved["last_SH"] = moved["last_SH"].to(dtype)
-        steps = tuple(
-            StepIndex(*(v.to(device) if isinstance(v, Tensor) else v for v in vars(step).values()))
-            for step in self.steps
+        """The pack on a device, its states in `dtype`. Copies to a GPU do not wait for it; all indices travel as one tensor."""
+        steps = [vars(step) for step in self.steps]
+        tensors = [self.tokens_T, self.positions_T, self.top1_S, self.spans.queries_B1, self.spans.keys_B1]
+        tensors += [value for step in steps for value in step.values() if isinstance(value, Tensor)]
+        moved = iter(_ship(tensors, device))
+        tokens_T, positions_T, top1_S, queries_B1, keys_B1 = (next(moved) for _ in range(5))
+        scale_TG = None if self.aux_scale_TG is None else _send(self.aux_scale_TG, device)
+        return replace(
+            self,
+            tokens_T=tokens_T,
+            positions_T=positions_T,
+            top1_S=top1_S,
+            aux_TC=aux_states(_send(self.aux_TC, device), scale_TG, dtype),
+            aux_scale_TG=None,
+            last_SH=_send(self.last_SH, device).to(dtype),
+            spans=replace(self.spans, queries_B1=queries_B1.int(), keys_B1=keys_B1.int()),
+            steps=tuple(
+                StepIndex(**{name: next(moved) if isinstance(v, Tensor) else v for name, v in step.items()})
+                for step in steps
+            ),
         )
-        return replace(self, **moved, aux_scale_TG=None, steps=steps)
 
 
 def counting_depth(loss_mask_T: Tensor) -> Tensor:
@@ -78,46 +111,77 @@ def counting_depth(loss_mask_T: Tensor) -> Tensor:
     return (run_after_T - 1).clamp(min=0)
 
 
-def make_pack(samples: list[Sample], steps: int, depths: list[Tensor] | None = None) -> Pack:
-    """Pack samples for `steps` unroll steps. `depths` overrides where positions count (default: `counting_depth`)."""
+def make_pack(samples: list[Sample], steps: int, *, everywhere: bool = False, pin: bool = False) -> Pack:
+    """Pack samples for `steps` unroll steps.
+
+    `everywhere` computes every position where a step is defined, though only those that count are scored: the same loss,
+    for comparison. `pin`: states in page-locked memory.
+    """
     lengths = [len(s.input_ids) for s in samples]
-    depth_T = torch.cat(depths or [counting_depth(s.loss_mask) for s in samples])
+    depth_T = torch.cat([counting_depth(s.loss_mask) for s in samples])
     positions_T = torch.cat([torch.arange(n) for n in lengths])
     document_T = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(lengths))
     teaching_T = torch.cat([torch.cat([s.loss_mask[1:].bool(), torch.zeros(1, dtype=torch.bool)]) for s in samples])
     rows_T = torch.where(teaching_T, teaching_T.cumsum(0) - 1, -1)
-    longest = max(lengths)
-    scales = [s.aux_scale for s in samples]
-    indices, previous = [], torch.arange(len(depth_T))
+    computed_T = torch.tensor(lengths)[document_T] - 1 - positions_T if everywhere else depth_T
+    spans, slot_T = _spans(computed_T > 0, lengths)
+    teachers = sum(len(s.top1) for s in samples)
+    indices: list[StepIndex] = []
+    previous, first = torch.arange(len(depth_T)), None
     for step in range(steps):
-        kept_N = (depth_T[previous] > step).nonzero()[:, 0]
+        kept_N = (computed_T[previous] > step).nonzero()[:, 0]
         previous = previous[kept_N]
-        indices.append(_step_index(previous, kept_N, document_T, positions_T, len(samples), longest))
+        first = torch.arange(len(previous)) if first is None else first[kept_N]
+        scored_M = (depth_T[previous] > step).nonzero()[:, 0]
+        teacher_M = rows_T[(previous[scored_M] + 1 + step).clamp(max=len(rows_T) - 1)]
+        edges = torch.tensor([*range(0, teachers, BLOCK), teachers])
+        blocks = tuple(torch.searchsorted(teacher_M, edges).tolist())
+        indices.append(StepIndex(previous, kept_N, first, slot_T[previous], scored_M, teacher_M, blocks))
+    scales = [s.aux_scale for s in samples]
     return Pack(
         tokens_T=torch.cat([s.input_ids for s in samples]).long(),
-        aux_TC=torch.cat([s.aux for s in samples]),
+        aux_TC=_join([s.aux for s in samples], pin),
         aux_scale_TG=None if scales[0] is None else torch.cat(scales),
         positions_T=positions_T,
-        key_slot_T=document_T * longest + positions_T,
-        documents=len(samples),
-        longest=longest,
-        teacher_row_T=rows_T,
-        last_SH=torch.cat([s.last for s in samples]),
+        last_SH=_join([s.last for s in samples], pin),
         top1_S=torch.cat([s.top1 for s in samples]).long(),
         steps=tuple(indices),
+        spans=spans,
         names=tuple(s.sample_id for s in samples),
     )
 
 
-def _step_index(
-    at_N: Tensor, kept_N: Tensor, document_T: Tensor, positions_T: Tensor, documents: int, longest: int
-) -> StepIndex:
-    counts_B = torch.bincount(document_T[at_N], minlength=documents)
-    width = max(1, int(counts_B.max()) if documents else 1)
-    starts_B = counts_B.cumsum(0) - counts_B
-    document_N = document_T[at_N]
-    slot_N = document_N * width + torch.arange(len(at_N)) - starts_B[document_N]
-    query_positions = torch.zeros(documents * width, dtype=torch.int64)
-    query_positions[slot_N] = positions_T[at_N]
-    causal_BNT = torch.arange(longest) <= query_positions.view(documents, width, 1)
-    return StepIndex(at_N, kept_N, slot_N, width, causal_BNT)
+def _spans(computed_T: Tensor, lengths: list[int]) -> tuple[Spans, Tensor]:
+    """The spans, and the query slot [T] of each token (meaningless outside them)."""
+    bounds, slots = [], []
+    query = key = 0
+    for computed, length in zip(computed_T.split(lengths), lengths, strict=True):
+        first = int(computed.int().argmax()) if computed.any() else length
+        slots.append(query - first + torch.arange(length))
+        bounds.append((query, query + length - first, key, key + length))
+        query, key = query + length - first, key + length
+    queries_B1, keys_B1 = (torch.tensor([0, *(bound[end] for bound in bounds)], dtype=torch.int32) for end in (1, 3))
+    longest_queries = max(q1 - q0 for q0, q1, _, _ in bounds)
+    return Spans(tuple(bounds), queries_B1, keys_B1, longest_queries, max(lengths)), torch.cat(slots)
+
+
+def _join(tensors: list[Tensor], pin: bool) -> Tensor:
+    if not pin:
+        return torch.cat(tensors)
+    rows = sum(len(t) for t in tensors)
+    out = torch.empty(rows, *tensors[0].shape[1:], dtype=tensors[0].dtype, pin_memory=True)
+    for part, tensor in zip(out.split([len(t) for t in tensors]), tensors, strict=True):
+        part.copy_(tensor)
+    return out
+
+
+def _send(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device, non_blocking=tensor.is_pinned())
+
+
+def _ship(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Integer tensors on a device, as int64."""
+    if device.type == "cpu":
+        return tensors
+    flat = torch.cat([t.long() for t in tensors]).pin_memory()
+    return list(flat.to(device, non_blocking=True).split([len(t) for t in tensors]))

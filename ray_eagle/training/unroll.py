@@ -3,132 +3,214 @@
 At step k, position t reads token t+1+k and its own output of step k-1 (the fused aux states at step 0), sits at RoPE
 position t+k, and attends to the step-0 keys of its document up to t and to its own keys of steps 1..k, in one softmax.
 The target's distribution at t+1+k, restricted to the draft vocabulary, teaches it token t+2+k.
-Later-step keys touch only their own position: they are merged with the step-0 attention through its log-sum-exp.
+
+The backward pass is written out instead of left to autograd: norms, rotations and gates are computed again, a step's
+activations are freed as soon as they are used, and the weights' gradients are added in float32 by the products themselves.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ray_eagle.drafter.model import Drafter
-from ray_eagle.training.packing import Pack, StepIndex
+from ray_eagle.training.attention import Keys, attend, attend_backward
+from ray_eagle.training.losses import Objective, StepScores, head_and_loss
+from ray_eagle.training.packing import Pack
+from ray_eagle.training.weights import Weights
 
 
 @dataclass(frozen=True)
-class StepScores:
-    """What one unroll step says about its N positions."""
+class _Kept:
+    """What the backward pass needs of one step, besides the outputs."""
 
-    at_N: Tensor
-    """[N] int64 index in the pack."""
-    losses_N: Tensor
-    """[N] soft cross-entropy, float32 or wider; only rows with `enters_N` are part of the loss."""
-    enters_N: Tensor
-    """[N] bool: the teacher's choice lies in the draft vocabulary."""
-    right_N: Tensor
-    """[N] bool: the drafter's choice is the teacher's (never so outside the draft vocabulary)."""
+    queries_NAE: Tensor
+    attended_NAE: Tensor
+    lse_NA: Tensor
+    middle_NH: Tensor
+    """The residual stream between attention and MLP."""
+    gate_up_N2: Tensor
 
 
-def unroll(drafter: Drafter, pack: Pack, embedding_VH: Tensor) -> Iterator[Tensor]:
-    """Draft logits [N_k, D] of each step k at the positions `pack.steps[k].at_N`, with gradients."""
-    hidden_NH = drafter.project(pack.aux_TC)
-    keys_BTGE = values_BTGE = None
-    own_keys: list[Tensor] = []
-    own_values: list[Tensor] = []
-    for k, step in enumerate(pack.steps):
-        # Step 0 needs the keys and values of every token, but queries only where positions count.
-        rows_T = torch.arange(len(pack.tokens_T), device=step.at_N.device) if k == 0 else step.at_N
+class Unroll:
+    """The forward pass of one pack: `outputs` [N, H], un-normed, of each step; `backward` may follow once."""
+
+    @torch.no_grad()
+    def __init__(self, weights: Weights, pack: Pack, embedding_VH: Tensor, *, keep: bool = True) -> None:
+        """`keep`: what `backward` needs. States and embedding must be in the weights' dtype, on their device."""
+        self.weights, self.pack, self.embedding_VH = weights, pack, embedding_VH
+        shape = weights.drafter.shape
+        self.width, self.rotated = shape.head_dim, shape.num_attention_heads
+        self.groups = shape.num_key_value_heads
+        self.scale = self.width**-0.5
+        positions = torch.arange(pack.spans.longest_keys + len(pack.steps), device=pack.tokens_T.device)
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        self.cos_PE, self.sin_PE = weights.drafter.rotary(positions, wide)
+        self.hidden_TH = weights.fc.product(pack.aux_TC)
+        self.outputs: list[Tensor] = []
+        self.kept: list[_Kept] = []
+        self.seen = self._step_0_keys()
+        for k in range(len(pack.steps)):
+            kept = self._forward(k)
+            if keep:
+                self.kept.append(kept)
+
+    def _step_0_keys(self) -> Keys:
+        w, steps = self.weights, self.pack.steps
+        input_T2 = w.pointwise.join(
+            self._embedded(0), self.hidden_TH, w.embedding_norm.value, w.hidden_norm.value, w.eps
+        )
+        queries = slice(0, self.rotated * self.width)
+        others = slice(queries.stop, None)
+        keys_values = w.qkv.product(input_T2, others)
+        keys_TGE, values_TGE = w.pointwise.heads(keys_values, *self._rotary(None, 0), self.groups, self.width)
+        self._queries_NA = w.qkv.product(_rows(input_T2, steps[0].at_N), queries)
+        own = (len(steps) - 1, len(steps[0].at_N), self.groups, self.width)
+        return Keys(keys_TGE, values_TGE, keys_TGE.new_empty(own), keys_TGE.new_empty(own))
+
+    def _embedded(self, k: int) -> Tensor:
+        """Token t+1+k of each position; the one after a pack's last is attended to by none that counts: any will do."""
+        tokens_T = self.pack.tokens_T
         if k:
-            hidden_NH = hidden_NH[step.kept_N]
-            own_keys = [key[step.kept_N] for key in own_keys]
-            own_values = [value[step.kept_N] for value in own_values]
-        # The token after the pack's last is never attended to by a position that counts: any will do.
-        following_T = (rows_T + 1 + k).clamp(max=len(pack.tokens_T) - 1)
-        embedded = F.embedding(pack.tokens_T[following_T], embedding_VH)
-        inputs = drafter.attention_input(hidden_NH, embedded.to(hidden_NH.dtype))
-        keys, values = drafter.keys_values(inputs, pack.positions_T[rows_T] + k)
-        if k == 0:
-            keys_BTGE, values_BTGE = _grid(keys, pack), _grid(values, pack)
-            inputs, hidden_NH = inputs[step.at_N], hidden_NH[step.at_N]
+            return F.embedding(tokens_T[self.pack.steps[k].at_N + (1 + k)], self.embedding_VH)
+        return F.embedding(torch.cat([tokens_T[1:], tokens_T[-1:]]), self.embedding_VH)
+
+    def _rotary(self, at_N: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of position t+k, at the positions or everywhere."""
+        places = (self.pack.positions_T if at_N is None else self.pack.positions_T[at_N]) + k
+        return self.cos_PE[places], self.sin_PE[places]
+
+    def _input(self, k: int) -> tuple[Tensor, Tensor]:
+        """Hidden input and embedding [N, H] of step k > 0."""
+        return _rows(self.outputs[k - 1], self.pack.steps[k].kept_N), self._embedded(k)
+
+    def _forward(self, k: int) -> _Kept:
+        w, index = self.weights, self.pack.steps[k]
+        rotary = self._rotary(index.at_N, k)
+        if k:
+            hidden_NH, embedded_NH = self._input(k)
+            joined = w.pointwise.join(embedded_NH, hidden_NH, w.embedding_norm.value, w.hidden_norm.value, w.eps)
+            product = w.qkv.product(joined)
+            turned, values_NGE = w.pointwise.heads(product, *rotary, self.rotated + self.groups, self.width)
+            queries_NAE, keys_NGE = turned[:, : self.rotated].contiguous(), turned[:, self.rotated :]
+            self.seen.own_keys_KNGE[k - 1].index_copy_(0, index.first_N, keys_NGE)
+            self.seen.own_values_KNGE[k - 1].index_copy_(0, index.first_N, values_NGE)
         else:
-            own_keys.append(keys)
-            own_values.append(values)
-        queries_NAE = drafter.queries(inputs, pack.positions_T[step.at_N] + k)
-        attended_NAE = attend(queries_NAE, keys_BTGE, values_BTGE, step, own_keys, own_values)
-        hidden_NH = drafter.finish(hidden_NH, attended_NAE.to(hidden_NH.dtype))
-        yield drafter.logits(hidden_NH)
+            hidden_NH = _rows(self.hidden_TH, index.at_N)
+            queries_NAE, _ = w.pointwise.heads(self._queries_NA, *rotary, self.rotated, self.width)
+            del self._queries_NA
+        attended_NAE, lse_NA = attend(queries_NAE, self.seen, k, index, self.pack.spans, self.scale)
+        middle_NH = w.o.product(attended_NAE.flatten(1), add=hidden_NH)
+        gate_up_N2 = w.gate_up.product(w.pointwise.norm(middle_NH, w.middle_norm.value, w.eps))
+        self.outputs.append(w.down.product(w.pointwise.gate(gate_up_N2), add=middle_NH))
+        return _Kept(queries_NAE, attended_NAE, lse_NA, middle_NH, gate_up_N2)
+
+    @torch.no_grad()
+    def backward(self, gradients: list[Tensor]) -> None:
+        """Add to the weights' gradients, given the outputs' gradients (which are overwritten)."""
+        seen, steps = self.seen, self.pack.steps
+        sums = torch.promote_types(self.weights.dtype, torch.float32)
+        changes = Keys(
+            torch.zeros_like(seen.keys_TGE, dtype=sums),
+            torch.zeros_like(seen.values_TGE, dtype=sums),
+            torch.zeros_like(seen.own_keys_KNGE),
+            torch.zeros_like(seen.own_values_KNGE),
+        )
+        for k in reversed(range(len(steps))):
+            hidden_NH = self._backward(k, gradients.pop(), changes)
+            if k:
+                _add_rows(gradients[-1], steps[k].kept_N, hidden_NH)
+
+    def _backward(self, k: int, grad_NH: Tensor, changes: Keys) -> Tensor:
+        """The gradient of step k's hidden input at its positions (k > 0)."""
+        w, index, kept = self.weights, self.pack.steps[k], self.kept.pop()
+        self.outputs.pop()
+        gated_NI, grad_N2 = w.pointwise.gate_backward(w.down.input_gradient(grad_NH), kept.gate_up_N2)
+        w.down.add_gradient(grad_NH, gated_NI)
+        del gated_NI
+        normed_NH = w.pointwise.norm(kept.middle_NH, w.middle_norm.value, w.eps)
+        grad_normed_NH = w.gate_up.backward(grad_N2, normed_NH)
+        grad_NH, grad_H = w.pointwise.norm_backward_add(
+            grad_normed_NH, kept.middle_NH, w.middle_norm.value, w.eps, grad_NH
+        )
+        w.middle_norm.add(grad_H)
+        del grad_N2, normed_NH, grad_normed_NH
+        grad_attended = w.o.backward(grad_NH, kept.attended_NAE.flatten(1)).view_as(kept.attended_NAE)
+        grad_queries = attend_backward(
+            grad_attended, kept.queries_NAE, kept.attended_NAE, kept.lse_NA, self.seen, changes, k, index,
+            self.pack.spans, self.scale,
+        )  # fmt: skip
+        rotary = self._rotary(index.at_N, k)
+        if not k:
+            self._first_backward(
+                grad_NH, w.pointwise.heads_backward(grad_queries, grad_queries[:, :0], *rotary), changes
+            )
+            return grad_NH
+        keys_NGE, values_NGE = (x[k - 1, index.first_N] for x in (changes.own_keys_KNGE, changes.own_values_KNGE))
+        grad_ND = w.pointwise.heads_backward(torch.cat([grad_queries, keys_NGE], dim=1), values_NGE, *rotary)
+        hidden_NH, embedded_NH = self._input(k)
+        joined = w.pointwise.join(embedded_NH, hidden_NH, w.embedding_norm.value, w.hidden_norm.value, w.eps)
+        return grad_NH + self._join_backward(w.qkv.backward(grad_ND, joined), embedded_NH, hidden_NH)
+
+    def _first_backward(self, grad_NH: Tensor, grad_queries_NA: Tensor, changes: Keys) -> None:
+        """Step 0 below the attention: queries at its positions, keys and values everywhere, the projection."""
+        w, at_N = self.weights, self.pack.steps[0].at_N
+        embedded_TH = self._embedded(0)
+        joined = w.pointwise.join(embedded_TH, self.hidden_TH, w.embedding_norm.value, w.hidden_norm.value, w.eps)
+        keys_TGE, values_TGE = (x.to(w.dtype) for x in (changes.keys_TGE, changes.values_TGE))
+        grad_TD = w.pointwise.heads_backward(keys_TGE, values_TGE, *self._rotary(None, 0))
+        queries = slice(0, self.rotated * self.width)
+        grad_T2 = w.qkv.backward(grad_TD, joined, slice(queries.stop, None))
+        _add_rows(grad_T2, at_N, w.qkv.backward(grad_queries_NA, _rows(joined, at_N), queries))
+        grad_TH = self._join_backward(grad_T2, embedded_TH, self.hidden_TH)
+        _add_rows(grad_TH, at_N, grad_NH)
+        w.fc.add_gradient(grad_TH, self.pack.aux_TC)
+
+    def _join_backward(self, grad_N2: Tensor, embedded_NH: Tensor, hidden_NH: Tensor) -> Tensor:
+        w = self.weights
+        found: tuple[Tensor, Tensor, Tensor] = w.pointwise.join_backward(
+            grad_N2, embedded_NH, hidden_NH, w.hidden_norm.value, w.eps
+        )
+        w.embedding_norm.add(found[1])
+        w.hidden_norm.add(found[2])
+        return found[0]
 
 
-def attend(
-    queries_NAE: Tensor,
-    keys_BTGE: Tensor,
-    values_BTGE: Tensor,
-    step: StepIndex,
-    own_keys: list[Tensor],
-    own_values: list[Tensor],
-) -> Tensor:
-    """[N, A, E]: one softmax over the document's step-0 keys up to t and the position's own later keys ([N, G, E] each)."""
-    heads, width = queries_NAE.shape[1:]
-    documents, _, groups, _ = keys_BTGE.shape
-    scaled_NAE = queries_NAE * width**-0.5
-    grid = scaled_NAE.new_zeros(documents * step.width, heads, width).index_copy(0, step.slot_N, scaled_NAE)
-    # [B, G, heads per group * N, E] against [B, G, E, T]: queries that share keys are rows of one product.
-    q = grid.view(documents, step.width, groups, heads // groups, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    scores = (q @ keys_BTGE.permute(0, 2, 3, 1)).unflatten(2, (heads // groups, step.width))
-    scores = _wide(scores).masked_fill(~step.causal_BNT[:, None, None], float("-inf"))
-    lse = scores.logsumexp(-1, keepdim=True)
-    weights = (scores - lse).exp().to(values_BTGE.dtype).flatten(2, 3)
-    seen = (weights @ values_BTGE.permute(0, 2, 1, 3)).unflatten(2, (heads // groups, step.width))
-    seen_NAE = seen.permute(0, 3, 1, 2, 4).reshape(-1, heads, width)[step.slot_N]
-    if not own_keys:
-        return seen_NAE
-    lse_NA = lse.permute(0, 3, 1, 2, 4).reshape(-1, heads)[step.slot_N]
-    own = [(scaled_NAE * key.repeat_interleave(heads // groups, dim=1)).sum(-1) for key in own_keys]
-    parts_NAK = torch.stack([lse_NA, *map(_wide, own)], dim=-1).softmax(-1)
-    merged = seen_NAE * parts_NAK[..., :1]
-    for i, value in enumerate(own_values, 1):
-        merged = merged + parts_NAK[..., i : i + 1] * value.repeat_interleave(heads // groups, dim=1)
-    return merged
-
-
-def score_steps(drafter: Drafter, pack: Pack, embedding_VH: Tensor, draft_head_DH: Tensor) -> Iterator[StepScores]:
+@torch.no_grad()
+def score_steps(
+    weights: Weights, pack: Pack, embedding_VH: Tensor, draft_head_DH: Tensor, objective: Objective | None = None
+) -> list[StepScores]:
     """Losses and right choices of each step. `draft_head_DH`: the target's head rows of the draft vocabulary."""
-    with torch.no_grad():
-        teacher_SD = _wide(pack.last_SH @ draft_head_DH.T).softmax(-1)
-        known_S = drafter.t2d[pack.top1_S]
-        target_ids_D = drafter.target_ids
-    for k, logits_ND in enumerate(unroll(drafter, pack, embedding_VH)):
-        at_N = pack.steps[k].at_N
-        row_N = pack.teacher_row_T[at_N + 1 + k]
-        losses_N = F.cross_entropy(_wide(logits_ND), teacher_SD[row_N], reduction="none")
-        right_N = target_ids_D[logits_ND.detach().argmax(-1)] == pack.top1_S[row_N]
-        yield StepScores(at_N, losses_N, known_S[row_N], right_N)
+    outputs = Unroll(weights, pack, embedding_VH, keep=False).outputs
+    return head_and_loss(weights, outputs, pack, draft_head_DH, objective or Objective())[0]
 
 
-def loss_weights(counts_K: Tensor, decay: float) -> Tensor:
-    """[K]: what to multiply each step's summed losses with, so that the sum is the mean over the global batch.
-
-    counts_K: positions that enter each step's loss, over all packs of the optimizer step. total = sum_k decay^k mean_k /
-    sum_k decay^k; a step without positions adds nothing.
-    """
-    decays = decay ** torch.arange(len(counts_K), dtype=torch.float64, device=counts_K.device)
-    return torch.where(counts_K > 0, decays / counts_K.clamp(min=1) / decays.sum(), 0.0)
-
-
-def entering_counts(pack: Pack, t2d_V: Tensor) -> Tensor:
-    """[K] int64: positions that enter each step's loss, known before the forward pass."""
-    known_S = t2d_V[pack.top1_S]
-    return torch.stack([known_S[pack.teacher_row_T[s.at_N + 1 + k]].sum() for k, s in enumerate(pack.steps)])
-
-
-def _grid(x_TGE: Tensor, pack: Pack) -> Tensor:
-    """[T, G, E] -> [documents, longest, G, E], zeros where a document is shorter."""
-    grid = x_TGE.new_zeros(pack.documents * pack.longest, *x_TGE.shape[1:]).index_copy(0, pack.key_slot_T, x_TGE)
-    return grid.view(pack.documents, pack.longest, *x_TGE.shape[1:])
+@torch.no_grad()
+def train_pack(
+    weights: Weights,
+    pack: Pack,
+    embedding_VH: Tensor,
+    draft_head_DH: Tensor,
+    weights_K: Tensor,
+    objective: Objective | None = None,
+) -> list[StepScores]:
+    """Forward and backward pass of one pack: adds the gradient of sum_k weights_k * (losses of step k) to `.grad`."""
+    weights.gather()
+    unroll = Unroll(weights, pack, embedding_VH)
+    scores, gradients = head_and_loss(weights, unroll.outputs, pack, draft_head_DH, objective or Objective(), weights_K)
+    unroll.backward(gradients)
+    weights.settle()
+    return scores
 
 
-def _wide(x: Tensor) -> Tensor:
-    """float32, or float64 as it is: softmax and losses are never taken in 16 bits."""
-    return x if x.dtype == torch.float64 else x.float()
+def _rows(x: Tensor, rows_N: Tensor) -> Tensor:
+    """x[rows], ascending and without repeats: x itself where that is all of it."""
+    return x if len(rows_N) == len(x) else x[rows_N]
+
+
+def _add_rows(x: Tensor, rows_N: Tensor, more_N: Tensor) -> None:
+    """x[rows] += more, where no row comes twice."""
+    if len(rows_N) == len(x):
+        x += more_N
+    else:
+        x.index_copy_(0, rows_N, x[rows_N] + more_N)

@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from ray_eagle.drafter.checkpoint import check_drafter, load_drafter
-from ray_eagle.errors import CheckpointError, InputError
+from ray_eagle.errors import CheckpointError, InputError, WorkerError
+from ray_eagle.hidden_states.schema import Sample
 from ray_eagle.run import LOGS, RunFolder
 from ray_eagle.training.loop import HISTORY, Trainer, TrainJob
+from ray_eagle.training.packing import Pack
 from ray_eagle.training.schedule import epoch_steps, learning_rate
 from tests.ray.pipeline import Watch, pipeline, ray_processes, tiny_config
 from tests.tiny import tiny_drafter, tiny_shape
@@ -179,6 +181,41 @@ def test_saved_and_loaded_equals_going_on(captured: Path, target_folder: Path, t
     torch.use_deterministic_algorithms(False)
     for (name, one), other in zip(whole.drafter.named_parameters(), resumed.drafter.parameters(), strict=True):
         assert torch.equal(one, other), name
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_names_its_samples(captured: Path, target_folder: Path) -> None:
+    config = tiny_config(captured, target_folder)
+    trainer = Trainer(TrainJob(config, RunFolder.open(config.run), pipeline(config).facts))
+    trainer.train_step()
+    before = [p.detach().clone() for p in trainer.drafter.parameters()]
+    moments = [s["exp_avg"].clone() for s in trainer.optimizer.state.values()]
+    healthy, names = trainer._pack, []
+
+    def poisoned(samples: list[Sample]) -> Pack:
+        names.extend(s.sample_id for s in samples)
+        pack = healthy(samples)
+        pack.aux_TC[0] = float("nan")
+        return pack
+
+    trainer._pack = poisoned  # type: ignore[method-assign]
+    with pytest.raises(WorkerError, match=r"loss of step 1 is nan, in samples .*ray-eagle verify") as raised:
+        trainer.train_step()
+    assert names and all(name in str(raised.value) for name in names)
+    assert all(torch.equal(one, other) for one, other in zip(before, trainer.drafter.parameters(), strict=True))
+    states = trainer.optimizer.state.values()
+    assert all(torch.equal(one, s["exp_avg"]) and s["step"] == 1 for one, s in zip(moments, states, strict=True))
+
+
+def test_every_position_or_those_that_count_learn_the_same(captured: Path, target_folder: Path) -> None:
+    drafters = []
+    for supervised_only in (True, False):
+        config = tiny_config(captured, target_folder, train={"noise": 0.0, "supervised_only": supervised_only})
+        trainer = Trainer(TrainJob(config, RunFolder.open(config.run), pipeline(config).facts))
+        for _ in range(3):
+            trainer.train_step()
+        drafters.append(trainer.drafter)
+    for (name, one), other in zip(drafters[0].named_parameters(), drafters[1].parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-5), name
 
 
 def test_every_sample_is_trained_on_once_an_epoch_in_another_order() -> None:

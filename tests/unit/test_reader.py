@@ -87,6 +87,15 @@ def test_ranks_together_see_each_sample_once(tmp_path: Path, world: int) -> None
     assert [s.sample_id for s in parts[-1]] == [states[i].sample_id for i in range(world - 1, len(states), world)]
 
 
+def test_the_order_by_id_does_not_depend_on_the_units(tmp_path: Path) -> None:
+    folder, _, written = random_dataset(tmp_path, samples=40)
+    ordered = HiddenStates(folder, "train").by_id()
+    names = [s.sample_id for s in ordered]
+    assert names == sorted(s.sample_id for s in HiddenStates(folder, "train")) and len(names) > 5
+    assert all(equal(s, written[s.sample_id]) for s in ordered)
+    assert ordered.lengths() == [len(written[name].input_ids) for name in names]
+
+
 def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "OPEN_FILES", 2)
     folder, units, _ = random_dataset(tmp_path, samples=60)

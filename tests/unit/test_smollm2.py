@@ -17,8 +17,10 @@ from ray_eagle.serving.generation import complete_passes
 from ray_eagle.serving.reference import load_engine
 from ray_eagle.target.loading import head_and_embedding, load_tokenizer, read_facts
 from ray_eagle.target.parts import find_parts
+from ray_eagle.training.losses import entering_counts, loss_weights
 from ray_eagle.training.packing import make_pack
-from ray_eagle.training.unroll import entering_counts, loss_weights, score_steps
+from ray_eagle.training.unroll import train_pack
+from ray_eagle.training.weights import Weights
 from ray_eagle.vocab import choose_tokens, to_map
 from tests.states import capture_pack
 
@@ -31,13 +33,13 @@ def fit(drafter: Drafter, samples: list[Sample], embedding: torch.Tensor, head: 
     """Overfit a few conversations, so that passes accept anything from none to all."""
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
     pack = make_pack(samples, STEPS).to(torch.device("cpu"), torch.float32)
-    weights = loss_weights(entering_counts(pack, drafter.t2d), 0.8).float()
+    weights = Weights(drafter, torch.float32)
+    counted = loss_weights(entering_counts(pack, drafter.t2d), 0.8).float()
     for _ in range(rounds):
-        scores = score_steps(drafter, pack, embedding, head[drafter.target_ids])
-        loss = sum(s.losses_N[s.enters_N].sum() * weights[k] for k, s in enumerate(scores))
         optimizer.zero_grad()
-        loss.backward()
+        train_pack(weights, pack, embedding, head[drafter.target_ids], counted)
         optimizer.step()
+        weights.refresh()
 
 
 def test_speculation_is_lossless_and_the_walk_equals_the_engine_pass_by_pass(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ from safetensors import safe_open
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.hidden_states.schema import Sample, sample_id
+from ray_eagle.training.losses import entering_counts, loss_weights
 from ray_eagle.training.packing import counting_depth, make_pack
-from ray_eagle.training.unroll import entering_counts, loss_weights, score_steps, unroll
+from ray_eagle.training.unroll import Unroll, score_steps, train_pack
+from ray_eagle.training.weights import Weights
 from tests.slow_unroll import counts, slow_unroll
 from tests.tiny import tiny_drafter, tiny_shape
 
@@ -67,9 +69,10 @@ def test_logits_equal_the_golden_ones_at_every_defined_position(case: str) -> No
     golden = Golden(case)
     expected, defined = golden.tensors["expected.logits"], golden.tensors["expected.defined"]
     samples = golden.samples()
-    depths = [(len(s.input_ids) - 1 - torch.arange(len(s.input_ids))).clamp(max=4) for s in samples]
-    pack = make_pack(samples, 4, depths)
-    for k, logits in enumerate(unroll(golden.drafter, pack, golden.embedding)):
+    pack = make_pack(samples, 4, everywhere=True)
+    unrolled = Unroll(Weights(golden.drafter, torch.float32), pack, golden.embedding)
+    for k, output in enumerate(unrolled.outputs):
+        logits = golden.drafter.logits(output)
         assert pack.steps[k].at_N.tolist() == defined[k].nonzero()[:, 0].tolist()
         torch.testing.assert_close(logits, expected[k][defined[k]], atol=5e-5, rtol=0)
 
@@ -82,7 +85,9 @@ def test_losses_accuracies_and_masks_equal_the_golden_ones(case: str) -> None:
     chained = None
     step_losses = []
     for k, scores in enumerate(
-        score_steps(golden.drafter, pack, golden.embedding, golden.head[golden.drafter.target_ids])
+        score_steps(
+            Weights(golden.drafter, torch.float32), pack, golden.embedding, golden.head[golden.drafter.target_ids]
+        )
     ):
         at = scores.at_N.tolist()
         assert at == expected["expected.drafted.supervised"][k].nonzero()[:, 0].tolist()
@@ -119,18 +124,24 @@ def random_sample(generator: torch.Generator, shape: DrafterShape, head: torch.T
 
 
 def fast_loss(
-    drafter: Drafter, samples: list[Sample], embedding: torch.Tensor, head: torch.Tensor, steps: int
+    drafter: Drafter,
+    samples: list[Sample],
+    embedding: torch.Tensor,
+    head: torch.Tensor,
+    steps: int,
+    everywhere: bool = False,
 ) -> tuple[torch.Tensor, list[dict[int, bool]]]:
-    pack = make_pack(samples, steps).to(torch.device("cpu"), embedding.dtype)
-    weights = loss_weights(entering_counts(pack, drafter.t2d), 0.8)
-    total, right = torch.zeros((), dtype=embedding.dtype), []
-    for k, scores in enumerate(score_steps(drafter, pack, embedding, head[drafter.target_ids])):
-        total = total + scores.losses_N[scores.enters_N].sum() * weights[k].to(embedding.dtype)
-        right.append(dict(zip(scores.at_N.tolist(), scores.right_N.tolist(), strict=True)))
+    """Total loss and what is right; gradients in `.grad`."""
+    pack = make_pack(samples, steps, everywhere=everywhere).to(torch.device("cpu"), embedding.dtype)
+    counted = loss_weights(entering_counts(pack, drafter.t2d), 0.8).to(embedding.dtype)
+    weights = Weights(drafter, embedding.dtype)
+    scores = train_pack(weights, pack, embedding, head[drafter.target_ids], counted)
+    total = sum((s.losses_N[s.enters_N].sum() * w for s, w in zip(scores, counted, strict=True)), torch.zeros(()))
+    right = [dict(zip(s.at_N.tolist(), s.right_N.tolist(), strict=True)) for s in scores]
     return total, right
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_loss_and_gradients_equal_the_loop_over_positions(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     shape = tiny_shape(hidden=16, vocab=40, draft_vocab=(24, 40)[seed % 2])
@@ -143,21 +154,22 @@ def test_loss_and_gradients_equal_the_loop_over_positions(seed: int) -> None:
     slow = slow_unroll(drafter, samples, embedding, head, steps, theta=10000.0)
     slow_total = slow.total(steps, 0.8)
     slow_gradients = torch.autograd.grad(slow_total, list(drafter.parameters()), allow_unused=True)
-    for dtype, tolerance in ((torch.float64, 1e-6), (torch.float32, 1e-3)):
+    cases = ((torch.float64, False, 1e-9), (torch.float64, True, 1e-9), (torch.float32, False, 1e-3))
+    for dtype, everywhere, tolerance in cases:
         twin = Drafter(shape).to(dtype)
         twin.load_state_dict(drafter.state_dict())
-        total, right = fast_loss(twin, samples, embedding.to(dtype), head.to(dtype), steps)
-        assert total.item() == pytest.approx(slow_total.item(), rel=tolerance)
-        gradients = torch.autograd.grad(total, list(twin.parameters()), allow_unused=True)
-        for (name, _), fast, reference in zip(twin.named_parameters(), gradients, slow_gradients, strict=True):
-            assert reference is not None and fast is not None, name
+        total, right = fast_loss(twin, samples, embedding.to(dtype), head.to(dtype), steps, everywhere)
+        assert total.item() == pytest.approx(slow_total.item(), rel=max(tolerance, 1e-6))
+        for (name, fast), reference in zip(twin.named_parameters(), slow_gradients, strict=True):
+            assert reference is not None and fast.grad is not None, name
             scale = reference.abs().max().clamp(min=1e-12)
-            assert ((fast.double() - reference).abs().max() / scale) < tolerance, name
-    starts = [0]
-    for sample in samples:
-        starts.append(starts[-1] + len(sample.input_ids))
-    for k in range(steps):
-        assert right[k] == {starts[d] + t: value for (d, step, t), value in sorted(slow.right.items()) if step == k}
+            assert ((fast.grad.double() - reference).abs().max() / scale) < tolerance, (name, dtype, everywhere)
+        starts = [0]
+        for sample in samples:
+            starts.append(starts[-1] + len(sample.input_ids))
+        for k in range(steps):
+            expected = {starts[d] + t: v for (d, step, t), v in sorted(slow.right.items()) if step == k}
+            assert right[k] == expected
 
 
 @pytest.mark.parametrize("mask", ["0111110", "0001", "01", "0110110111011110", "00000", "0111111111"])
@@ -175,10 +187,9 @@ def test_a_pack_equals_its_documents_alone() -> None:
     embedding = torch.randn(40, 16, generator=generator, dtype=torch.float64)
     head = torch.randn(40, 16, generator=generator, dtype=torch.float64)
     samples = [random_sample(generator, shape, head) for _ in range(5)]
-    packed = [list(logits) for logits in unroll(drafter, make_pack(samples, 3), embedding)]
-    alone = [[list(logits) for logits in unroll(drafter, make_pack([s], 3), embedding)] for s in samples]
+    weights = Weights(drafter, torch.float64)
+    packed = Unroll(weights, make_pack(samples, 3), embedding).outputs
+    alone = [Unroll(weights, make_pack([s], 3), embedding).outputs for s in samples]
     for k in range(3):
-        rows = [row for document in alone for row in document[k]]
-        assert len(rows) == len(packed[k])
-        for one, other in zip(packed[k], rows, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+        rows = torch.cat([outputs[k] for outputs in alone])
+        torch.testing.assert_close(packed[k], rows, atol=1e-12, rtol=0)
