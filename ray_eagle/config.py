@@ -176,8 +176,8 @@ class TrainConfig(Section):
     """Matrix products; master weights, softmax and loss are float32 always."""
     fp8: bool = False
     """8-bit matrix products in the drafter (Hopper GPUs and later; elsewhere emulated). The teacher is never rounded so."""
-    compile: Literal["auto", "on", "off"] = "auto"
-    """Fuse what lies between the matrix products with torch.compile. auto: on GPUs."""
+    compile: bool = False
+    """Fuse what lies between the matrix products with torch.compile."""
     objective: Literal["soft-ce", "acceptance", "mix"] = "soft-ce"
     """Soft cross-entropy; the chance that sampled speculation accepts a draft; or from the first to the second as it grows."""
     labels: Literal["soft", "hard"] = "soft"

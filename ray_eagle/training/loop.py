@@ -93,9 +93,11 @@ class Trainer:
         head_VH, embedding_VH, _ = head_and_embedding(job.facts)
         self.draft_head_DH = head_VH[self.drafter.target_ids.cpu()].to(self.device, self.compute)
         self.embedding_VH = embedding_VH.to(self.device, self.compute)
-        compiles = {"auto": self.device.type == "cuda", "on": True, "off": False}[self.settings.compile]
         self.weights = Weights(
-            self.drafter, self.compute, eight_bits=self.settings.fp8, pointwise=compiled() if compiles else PLAIN
+            self.drafter,
+            self.compute,
+            eight_bits=self.settings.fp8,
+            pointwise=compiled() if self.settings.compile else PLAIN,
         )
         self.objective = Objective(self.settings.objective, self.settings.labels)
         self.validation = HiddenStates(job.run.of("extract"), "validation").shard(rank, world)

@@ -118,6 +118,8 @@ def compile_rows(function: Callable[..., Any], backend: str = "inductor") -> Cal
         for argument in arguments:
             if isinstance(argument, Tensor) and argument.dim() > 1:
                 torch._dynamo.maybe_mark_dynamic(argument, 0)
-        return fast(*arguments)
+        # or heads and widths become symbols when queries, and keys with values, come in turn
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+            return fast(*arguments)
 
     return call
