@@ -112,6 +112,8 @@ class VocabConfig(Section):
     """Draft vocabulary D; all of the target's vocabulary when larger than that."""
     report_sizes: tuple[Positive, ...] = (1000, 2000, 4000, 8000, 16000, 32000, 64000)
     """Sizes whose coverage is reported beside it."""
+    keep_given: bool = True
+    """Keep the map of a given drafter, whatever `size` says. Off chooses a new one, and training moves its head rows to it."""
 
 
 class DrafterConfig(Section):
@@ -194,6 +196,10 @@ class TrainConfig(Section):
     """Worker failures after which the run ends with the error."""
     deterministic: bool = False
     """Deterministic kernels: killed and resumed equals uninterrupted, bit for bit, on one worker."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """Where the curves go besides `logs/train.jsonl`. W&B and MLflow need the extra of their name, and their own settings."""
+    peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    """What one device can do (bf16, dense), for the share that is used (`mfu`). Default: the GPU's, where known."""
 
 
 class ServeConfig(Section):
