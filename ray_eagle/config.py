@@ -170,6 +170,8 @@ class TrainConfig(Section):
     """Packs, over all workers, whose gradients make one optimizer step."""
     workers: Positive = 1
     """Ray Train workers (data parallel)."""
+    min_workers: Positive | None = None
+    """Go on with as few as this while the cluster has no room for more, and take more when it has. Default: `workers`."""
     cpus_per_worker: Annotated[float, Field(gt=0)] = 1
     """Logical CPUs of each; torch uses as many threads."""
     use_gpu: bool = False
@@ -200,6 +202,12 @@ class TrainConfig(Section):
     """Where the curves go besides `logs/train.jsonl`. W&B and MLflow need the extra of their name, and their own settings."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """What one device can do (bf16, dense), for the share that is used (`mfu`). Default: the GPU's, where known."""
+
+    @model_validator(mode="after")
+    def _fewest(self) -> "TrainConfig":
+        if self.min_workers is not None and self.min_workers > self.workers:
+            raise ValueError(f"min_workers is {self.min_workers}, more than workers, {self.workers}")
+        return self
 
 
 class ServeConfig(Section):

@@ -14,9 +14,10 @@ from ray_eagle.drafter.checkpoint import check_drafter, load_drafter
 from ray_eagle.errors import CheckpointError, InputError, WorkerError
 from ray_eagle.hidden_states.schema import Sample
 from ray_eagle.run import LOGS, RunFolder
-from ray_eagle.training.loop import HISTORY, Trainer, TrainJob
+from ray_eagle.training.loop import Trainer, TrainJob
 from ray_eagle.training.packing import Pack
 from ray_eagle.training.schedule import epoch_steps, learning_rate
+from ray_eagle.training.trackers import HISTORY
 from tests.ray.pipeline import Watch, pipeline, ray_processes, tiny_config
 from tests.tiny import tiny_drafter, tiny_shape
 
@@ -112,17 +113,20 @@ def test_a_finished_run_is_not_run_again(uninterrupted: Path, target_folder: Pat
     assert all(torch.equal(before[name], now) for name, now in weights(uninterrupted).items())
 
 
-def test_two_workers_learn_what_one_learns(captured: Path, tmp_path: Path, target_folder: Path) -> None:
+def test_any_number_of_workers_learns_the_same(captured: Path, tmp_path: Path, target_folder: Path) -> None:
+    """Four packs a step, noise included: one worker with four, two with two, four with one."""
     curves = []
-    for workers in (1, 2):
+    for workers in (1, 2, 4):
         folder = fresh(captured, tmp_path / str(workers))
-        settings = {"workers": workers, "packs_per_step": 3, "epochs": 1, "noise": 0.0}
+        settings = {"workers": workers, "packs_per_step": 4, "epochs": 2, "noise": 0.2}
         pipeline(tiny_config(folder, target_folder, train=settings)).stage("train")
-        curves.append([row for row in curve(folder) if "loss_0" in row])
-    assert len(curves[0]) == len(curves[1]) > 2
-    for one, two in zip(*curves, strict=True):
-        for name in ("loss_0", "loss_1", "loss_2", "grad_norm", "accuracy_0", "lr"):
-            assert one[name] == pytest.approx(two[name], rel=2e-3, abs=1e-6), (name, one["step"])
+        curves.append(curve(folder))
+    assert len(curves[0]) > 4
+    for one, two, four in zip(*curves, strict=True):
+        assert one.keys() == two.keys() == four.keys()
+        for name in one:
+            assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-6), (name, one["step"])
+            assert one[name] == pytest.approx(four[name], rel=1e-4, abs=1e-6), (name, one["step"])
 
 
 def test_training_goes_on_from_a_drafter_folder(
@@ -175,7 +179,7 @@ def test_saved_and_loaded_equals_going_on(captured: Path, target_folder: Path, t
         half.train_step()
     half.save(tmp_path / "state.pt")
     resumed = Trainer(job)
-    resumed.load(tmp_path / "state.pt")
+    resumed.load(torch.load(tmp_path / "state.pt", weights_only=True))
     for _ in range(2):
         resumed.train_step()
     torch.use_deterministic_algorithms(False)
@@ -191,11 +195,11 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_its_samples(capture
     moments = [s["exp_avg"].clone() for s in trainer.optimizer.state.values()]
     healthy, names = trainer._pack, []
 
-    def poisoned(samples: list[Sample]) -> Pack:
+    def poisoned(samples: list[Sample], index: int) -> tuple[Pack, float]:
         names.extend(s.sample_id for s in samples)
-        pack = healthy(samples)
+        pack, flops = healthy(samples, index)
         pack.aux_TC[0] = float("nan")
-        return pack
+        return pack, flops
 
     trainer._pack = poisoned  # type: ignore[method-assign]
     with pytest.raises(WorkerError, match=r"loss of step 1 is nan, in samples .*ray-eagle verify") as raised:
