@@ -1,64 +1,24 @@
 """Training on Ray Train: resumed equals uninterrupted, workers do not change what is learned, the export is whole."""
 
-import os
 import shutil
-import signal
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from ray_eagle.drafter.checkpoint import check_drafter, load_drafter
 from ray_eagle.errors import CheckpointError, InputError, WorkerError
 from ray_eagle.hidden_states.schema import Sample
-from ray_eagle.run import LOGS, RunFolder
+from ray_eagle.run import RunFolder
 from ray_eagle.training.loop import Trainer, TrainJob
 from ray_eagle.training.packing import Pack
 from ray_eagle.training.schedule import epoch_steps, learning_rate
-from ray_eagle.training.trackers import HISTORY
-from tests.ray.pipeline import Watch, pipeline, ray_processes, tiny_config
+from tests.ray.pipeline import Watch, pipeline, tiny_config
+from tests.ray.training import DETERMINISTIC, curve, fresh, weights
 from tests.tiny import tiny_drafter, tiny_shape
 
 pytestmark = pytest.mark.usefixtures("cluster")
-
-
-@pytest.fixture(scope="module")
-def captured(tmp_path_factory: pytest.TempPathFactory, target_folder: Path, cluster: None) -> Path:
-    """A folder whose run has finished `vocab`."""
-    folder = tmp_path_factory.mktemp("captured")
-    run = pipeline(tiny_config(folder, target_folder))
-    for stage in ("generate", "extract", "vocab"):
-        run.stage(stage)
-    return folder
-
-
-def fresh(captured: Path, to: Path) -> Path:
-    """A copy of that run, before training."""
-    for name in ("conversations", "hidden_states", "vocab"):
-        shutil.copytree(captured / "run" / name, to / "run" / name)
-    shutil.copy(captured / "prompts.jsonl", to / "prompts.jsonl")
-    return to
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "run" / "drafter" / "model.safetensors")
-
-
-def curve(folder: Path) -> list[dict[str, float]]:
-    rows = RunFolder.open(str(folder / "run")).folder(LOGS).read_jsonl(HISTORY)
-    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(captured: Path, tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> Path:
-    folder = fresh(captured, tmp_path_factory.mktemp("whole") / "x")
-    settings = {"deterministic": True, "checkpoint_every": 3}
-    handler = signal.getsignal(signal.SIGINT)
-    pipeline(tiny_config(folder, target_folder, train=settings)).stage("train")
-    assert signal.getsignal(signal.SIGINT) is handler, "Ctrl-C works in the stages after training as before"
-    return folder
 
 
 def test_the_export_is_whole_and_the_loss_falls(uninterrupted: Path) -> None:
@@ -75,29 +35,8 @@ def test_the_export_is_whole_and_the_loss_falls(uninterrupted: Path) -> None:
     )
 
 
-def test_a_killed_worker_resumes_to_the_same_weights_and_curve(
-    captured: Path, uninterrupted: Path, tmp_path: Path, target_folder: Path
-) -> None:
-    folder = fresh(captured, tmp_path / "x")
-    killed: list[int] = []
-
-    def kill(task: str, amount: float) -> None:
-        rows = curve(folder)
-        alive = ray_processes("RayTrainWorker")
-        if task == "train" and not killed and rows[-1]["step"] >= 5 and alive:
-            os.kill(alive[0], signal.SIGKILL)
-            killed.append(alive[0])
-
-    settings = {"deterministic": True, "checkpoint_every": 3}
-    pipeline(tiny_config(folder, target_folder, train=settings), Watch(kill)).stage("train")
-    assert len(killed) == 1
-    one, other = weights(folder), weights(uninterrupted)
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    assert curve(folder) == curve(uninterrupted)
-
-
 def test_a_finished_run_is_not_run_again(uninterrupted: Path, target_folder: Path) -> None:
-    config = tiny_config(uninterrupted, target_folder, train={"deterministic": True, "checkpoint_every": 3})
+    config = tiny_config(uninterrupted, target_folder, train=DETERMINISTIC)
     before = weights(uninterrupted)
     watch = Watch()
     assert pipeline(config, watch).stage("train") is None
