@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ray_eagle.drafter.checkpoint import check_drafter, load_drafter
-from ray_eagle.errors import CheckpointError, InputError, WorkerError
+from ray_eagle.errors import CheckpointError, ConfigError, InputError, WorkerError
 from ray_eagle.hidden_states.schema import Sample
 from ray_eagle.run import RunFolder
 from ray_eagle.training.loop import Trainer, TrainJob
@@ -83,6 +83,64 @@ def test_training_goes_on_from_a_drafter_folder(
     scratch = next(row for row in curve(uninterrupted) if "loss_0" in row)["loss_0"]
     assert next(row for row in curve(folder) if "loss_0" in row)["loss_0"] < scratch
     assert not torch.equal(tuned.fc.weight, start.fc.weight)
+
+
+def test_training_goes_on_from_a_drafter_folder_with_another_map(
+    captured: Path, uninterrupted: Path, tmp_path: Path, target_folder: Path
+) -> None:
+    """What the drafter says of the tokens that both maps hold is what it said: only its head rows moved."""
+    folder = fresh(captured, tmp_path / "x")
+    path = uninterrupted / "run" / "drafter"
+    shutil.rmtree(folder / "run" / "vocab")
+    sections = {"drafter": {"path": str(path)}, "vocab": {"size": 110, "keep_given": False}}
+    config = tiny_config(folder, target_folder, train={"noise": 0.0}, **sections)
+    run = pipeline(config)
+    run.stage("vocab")
+    trainer = Trainer(TrainJob(config, RunFolder.open(config.run), run.facts))
+    given = load_drafter(path)
+    assert len(trainer.drafter.d2t) == 110 and not torch.equal(trainer.drafter.d2t, given.d2t)
+    outputs = torch.randn(3, given.shape.hidden_size)
+    logits, before = trainer.drafter.logits(outputs), given.logits(outputs)
+    place = {token: i for i, token in enumerate(trainer.drafter.target_ids.tolist())}
+    common = [(place[token], i) for i, token in enumerate(given.target_ids.tolist()) if token in place]
+    assert len(common) >= 90
+    for now, then in common:
+        torch.testing.assert_close(logits[:, now], before[:, then])
+    trainer.train_step()
+    scratch = next(row for row in curve(uninterrupted) if "loss_0" in row)["loss_0"]
+    assert trainer.history and trainer.history.rows[0]["loss_0"] < scratch
+    other = {"drafter": {"d2t": given.d2t}}
+    with pytest.raises(CheckpointError, match="expected the vocabulary map of the run, found another one"):
+        trainer.load(other)
+
+
+def test_the_share_of_the_devices_arithmetic_is_logged_where_its_peak_is_known(
+    captured: Path, target_folder: Path
+) -> None:
+    logged = []
+    for peak in (None, 1e-3, 2e-3):
+        config = tiny_config(captured, target_folder, train={"peak_tflops": peak})
+        trainer = Trainer(TrainJob(config, RunFolder.open(config.run), pipeline(config).facts))
+        for _ in range(3):
+            trainer.train_step()
+        assert trainer.history
+        logged.append(trainer.history.rows[-1])
+    assert "mfu" not in logged[0], "nobody knows the peak of a CPU"
+    operations = [
+        row["mfu"] * peak / row["tokens_per_second"] for row, peak in zip(logged[1:], (1e9, 2e9), strict=True)
+    ]
+    assert operations[0] == pytest.approx(operations[1], rel=0.02) and operations[0] > 1e5
+
+
+def test_a_missing_tracker_is_said_before_anything_else(
+    captured: Path, tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fresh(captured, tmp_path / "x")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if not (Path(p) / "wandb").exists()])
+    run = pipeline(tiny_config(folder, target_folder, train={"trackers": ["tensorboard", "wandb"]}))
+    with pytest.raises(ConfigError, match=r"pip install 'ray-eagle\[wandb\]'"):
+        run.stage("train")
+    assert not (folder / "run" / "checkpoints").exists() and curve(folder) == []
 
 
 def test_a_drafter_for_another_hidden_size_is_refused_before_workers_start(

@@ -163,7 +163,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(
     (cut / STATE).write_bytes(b"a copy that was cut in the middle")
     watch = Watch()
     pipeline(config, watch).stage("train")
-    [said] = [line for line in watch.said if "damaged" in line]
+    [said] = [line for line in watch.said if " is damaged, " in line]
     assert f"checkpoint of step {newest.step} is damaged" in said and str(state) in said
     assert f"expected {newest.bytes:,} bytes, found {newest.bytes // 2:,}" in said
     assert f"train: going on from the checkpoint of step {before.step}" in watch.said
