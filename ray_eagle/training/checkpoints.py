@@ -29,7 +29,7 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Record:
-    """One checkpoint: a line of `checkpoints/step-NNNNNNNN.json`."""
+    """One checkpoint: the content of `checkpoints/step-NNNNNNNN.json`."""
 
     step: int
     folder: str

@@ -1,13 +1,18 @@
 """What the tests of training share."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from ray_eagle.config import Config
 from ray_eagle.run import LOGS, RunFolder
+from ray_eagle.target.loading import read_facts
+from ray_eagle.training.loop import Trainer, TrainJob
 from ray_eagle.training.trackers import HISTORY
 
 DETERMINISTIC: dict[str, Any] = {"deterministic": True, "checkpoint_every": 3, "epochs": 3}
@@ -30,6 +35,30 @@ def curve(folder: Path) -> list[dict[str, float]]:
     logs = RunFolder.open(str(folder / "run")).folder(LOGS)
     rows = logs.read_jsonl(HISTORY) if logs.exists(HISTORY) else []
     return [{k: v for k, v in row.items() if k not in ("tokens_per_second", "mfu")} for row in rows]
+
+
+def train_here(
+    config: Config,
+    steps: int | None = None,
+    at_checkpoint: Callable[[Trainer, dict[str, float]], None] = lambda trainer, figures: None,
+) -> Trainer:
+    """One worker's training in this process, without Ray Train; up to `steps`."""
+    trainer = Trainer(TrainJob(config, RunFolder.open(config.run), read_facts(config.target)))
+    while trainer.step < (trainer.total_steps if steps is None else steps):
+        trainer.train_step()
+        if trainer.at_checkpoint():
+            at_checkpoint(trainer, trainer.validate())
+    trainer.close()
+    torch.use_deterministic_algorithms(False)
+    return trainer
+
+
+def assert_close(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
+    """Two curves, to float tolerance."""
+    assert [row["step"] for row in one] == [row["step"] for row in other]
+    for a, b in zip(one, other, strict=True):
+        assert a.keys() == b.keys()
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
 
 
 def same(one: Path, other: Path) -> bool:
