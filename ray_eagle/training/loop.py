@@ -61,9 +61,11 @@ def train_loop(job: dict[str, Any]) -> None:
     context = ray.train.get_context()
     trainer = Trainer(job["job"], context.get_world_rank(), context.get_world_size())
     checkpoints = Checkpoints(trainer.job.run.folder(CHECKPOINTS))
-    found = checkpoints.newest(logger.warning) if trainer.rank == 0 else None
-    if found := broadcast_from_rank_zero(found):
-        trainer.load(checkpoints.load(found, trainer.device))
+    newest = checkpoints.newest(logger.warning) if trainer.rank == 0 else None
+    step = broadcast_from_rank_zero(newest.step if newest else 0)
+    for record in checkpoints.records():
+        if record.step == step:
+            trainer.load(checkpoints.load(record, trainer.device))
     while trainer.step < trainer.total_steps:
         trainer.train_step()
         if not trainer.at_checkpoint():
