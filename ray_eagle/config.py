@@ -112,6 +112,8 @@ class VocabConfig(Section):
     """Draft vocabulary D; all of the target's vocabulary when larger than that."""
     report_sizes: tuple[Positive, ...] = (1000, 2000, 4000, 8000, 16000, 32000, 64000)
     """Sizes whose coverage is reported beside it."""
+    keep_given: bool = True
+    """Keep the map of a given drafter, whatever `size` says. Off chooses a new one, and training moves its head rows to it."""
 
 
 class DrafterConfig(Section):
@@ -168,6 +170,8 @@ class TrainConfig(Section):
     """Packs, over all workers, whose gradients make one optimizer step."""
     workers: Positive = 1
     """Ray Train workers (data parallel)."""
+    min_workers: Positive | None = None
+    """Go on with as few as this while the cluster has no room for more, and take more when it has. Default: `workers`."""
     cpus_per_worker: Annotated[float, Field(gt=0)] = 1
     """Logical CPUs of each; torch uses as many threads."""
     use_gpu: bool = False
@@ -194,6 +198,16 @@ class TrainConfig(Section):
     """Worker failures after which the run ends with the error."""
     deterministic: bool = False
     """Deterministic kernels: killed and resumed equals uninterrupted, bit for bit, on one worker."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """Where the curves go besides `logs/train.jsonl`. W&B and MLflow need the extra of their name, and their own settings."""
+    peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    """What one device can do (bf16, dense), for the share that is used (`mfu`). Default: the GPU's, where known."""
+
+    @model_validator(mode="after")
+    def _fewest(self) -> "TrainConfig":
+        if self.min_workers is not None and self.min_workers > self.workers:
+            raise ValueError(f"min_workers is {self.min_workers}, more than workers, {self.workers}")
+        return self
 
 
 class ServeConfig(Section):

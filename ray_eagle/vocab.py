@@ -96,9 +96,10 @@ def vocab(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress
 
 
 def given_map(config: Config, facts: TargetFacts) -> np.ndarray | None:
-    """The map of a drafter to fine-tune is kept: its head rows belong to it. None without such a drafter.
+    """The target ids [D] of a drafter to fine-tune, whose map is kept: its head rows belong to it.
 
-    Raises CheckpointError when it is damaged or made for another target.
+    None without such a drafter, and when `vocab.keep_given` is off: training then moves its rows to the new map. Raises
+    CheckpointError when it is damaged or made for another target.
     """
     if not config.drafter.path:
         return None
@@ -109,7 +110,7 @@ def given_map(config: Config, facts: TargetFacts) -> np.ndarray | None:
     check_fits(
         drafter.shape, hidden_size=facts.hidden_size, vocab_size=facts.vocab_size, layers=facts.layers, where=path
     )
-    return drafter.target_ids.numpy()
+    return drafter.target_ids.numpy() if config.vocab.keep_given else None
 
 
 def supervised_counts(folder: Folder, vocab_size: int) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""The drafter folder that SGLang loads: write it, read it, and check every key and shape from the headers.
+"""The drafter folder that SGLang loads: write it, read it, and check every key and shape from the headers. Folders of
+speculators are read as well.
 
 SGLang skips unknown tensor names and never notices missing ones (no lm_head: a random head, acceptance 1.00), so the key
 set and every shape are checked here, on writing and on reading, without touching the tensors.
@@ -6,6 +7,7 @@ set and every shape are checked here, on writing and on reading, without touchin
 
 import json
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ from safetensors.torch import load_file, save_file
 
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
+from ray_eagle.drafter.speculators import UNUSED, is_speculators, speculators_shape, to_speculators
 from ray_eagle.errors import CheckpointError, explain
 
 WEIGHTS = "model.safetensors"
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 SAFETENSORS_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1, "U8": 1}
 EMBEDDING = "embed_tokens.weight"
+MAPS = frozenset({"d2t", "t2d"})
 UNSUPPORTED = ("norm_before_fc", "norm_before_residual", "norm_output", "fc_norm")
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 COPY_AGAIN = "Copy the file again and compare its size with the source."
@@ -76,7 +80,10 @@ def save_drafter(drafter: Drafter, folder: Path, dtype: torch.dtype = torch.bflo
 
 
 def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> Drafter:
-    """The drafter of an SGLang folder, weights in `dtype` on the CPU. Raises CheckpointError as `check_drafter`."""
+    """The drafter of an SGLang or speculators folder, weights in `dtype` on the CPU.
+
+    Raises CheckpointError as `check_drafter`.
+    """
     shape = check_drafter(folder)
     drafter = Drafter(shape)
     try:
@@ -85,20 +92,22 @@ def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> Drafter:
         raise CheckpointError(
             f"{folder / WEIGHTS}: the safetensors header is damaged ({error}). {COPY_AGAIN}"
         ) from None
-    drafter.load_state_dict({name: tensors[name] for name in shape.tensors()})
+    # without maps (speculators, a drafter of the whole vocabulary) each draft token is the target's of the same id
+    whole = {"d2t": drafter.d2t, "t2d": torch.ones_like(drafter.t2d)}
+    names = _names(_read_config(folder), shape, tensors.keys())
+    drafter.load_state_dict({name: tensors[names[name]] if name in names else whole[name] for name in shape.tensors()})
     check_map(drafter.d2t, drafter.t2d, folder)
     return drafter.to(dtype)
 
 
-def read_shape(folder: Path) -> DrafterShape:
-    """The shape that config.json states. Raises CheckpointError for a missing file or key."""
+def _read_config(folder: Path) -> Any:
     path = folder / "config.json"
     if not folder.is_dir():
         raise CheckpointError(
             explain("no drafter", where=folder, expected="a folder", found="nothing", fix="Check drafter.path.")
         )
     try:
-        config = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(
             explain(
@@ -111,8 +120,17 @@ def read_shape(folder: Path) -> DrafterShape:
         ) from None
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}). Copy the file again.") from None
+
+
+def read_shape(folder: Path) -> DrafterShape:
+    """The shape that config.json states, as SGLang or speculators writes it.
+
+    Raises CheckpointError for a missing file or key, and for another kind of drafter.
+    """
+    path, config = folder / "config.json", _read_config(folder)
+    speculators = is_speculators(config)
     architectures = config.get("architectures") if isinstance(config, dict) else None
-    if architectures != [ARCHITECTURE]:
+    if not speculators and architectures != [ARCHITECTURE]:
         raise CheckpointError(
             explain(
                 "drafter architecture",
@@ -124,7 +142,7 @@ def read_shape(folder: Path) -> DrafterShape:
         )
     _refuse_variants(config, path)
     try:
-        return _shape(config)
+        return speculators_shape(config, path) if speculators else _shape(config)
     except KeyError as error:
         expected, key, found = f"the key {error}", "", "none"
     except ValidationError as error:
@@ -228,7 +246,11 @@ def check_drafter(folder: Path) -> DrafterShape:
     shape = read_shape(folder)
     path = folder / WEIGHTS
     found = read_header(path)
-    expected = shape.tensors()
+    config = _read_config(folder)
+    names, sizes = _names(config, shape, found.keys()), shape.tensors()
+    if is_speculators(config):
+        found = {name: entry for name, entry in found.items() if name not in UNUSED}
+    expected = {names[name]: size for name, size in sizes.items() if name in names}
     if EMBEDDING in found:  # engines take the target's; some exports carry a copy
         expected[EMBEDDING] = (shape.vocab_size, shape.hidden_size)
     missing = sorted(expected.keys() - found.keys())
@@ -266,6 +288,14 @@ def check_drafter(folder: Path) -> DrafterShape:
                 )
             )
     return shape
+
+
+def _names(config: Any, shape: DrafterShape, found: Collection[str]) -> dict[str, str]:
+    """SGLang's name of each tensor -> its name in the file."""
+    if not is_speculators(config):
+        return {name: name for name in shape.tensors()}
+    optional = MAPS - set(found) if shape.draft_vocab_size == shape.vocab_size else frozenset()
+    return {name: to_speculators(name) for name in shape.tensors() if name not in optional}
 
 
 def check_fits(

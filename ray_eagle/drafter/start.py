@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ray_eagle.config import DrafterConfig
-from ray_eagle.drafter.checkpoint import check_fits, load_drafter
+from ray_eagle.drafter.checkpoint import check_fits, check_map, load_drafter
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.errors import CheckpointError
@@ -54,16 +54,18 @@ def start_drafter(
     t2d: Tensor,
     seed: int,
     channel_rms_C: Tensor | None = None,
+    *,
+    reindex: bool = False,
 ) -> Drafter:
     """The float32 drafter that training starts from, with the map d2t [D] and t2d [V].
 
     channel_rms_C: [3H] root mean square of each aux channel; a drafter from scratch then sees every channel at the same
     size, though targets have a few that are a hundred times larger than the rest.
-    An existing drafter keeps its map, since its head rows belong to it; raises CheckpointError if the map differs, or
-    the layers that it listens to.
+    An existing drafter keeps its map, since its head rows belong to it; with `reindex` its rows move to another one.
+    Raises CheckpointError if the map differs without it, or the layers that the drafter listens to.
     """
     if settings.path:
-        return _given_drafter(settings.path, facts, d2t)
+        return _given_drafter(settings.path, facts, d2t, t2d, reindex)
     drafter = random_drafter(new_shape(settings, facts, len(d2t)), seed)
     drafter.d2t.copy_(d2t)
     drafter.t2d.copy_(t2d)
@@ -86,7 +88,28 @@ def channel_rms(samples: HiddenStates, most: int = 64) -> Tensor:
     return aux_TC.square().mean(0).sqrt().clamp(min=1e-3) if len(aux_TC) else torch.ones(aux_TC.shape[1])
 
 
-def _given_drafter(path: str, facts: TargetFacts, d2t: Tensor) -> Drafter:
+def move_rows(drafter: Drafter, d2t: Tensor, t2d: Tensor, head_VH: Tensor) -> Drafter:
+    """The drafter with another map, d2t [D'] and t2d [V]: rows of lm_head move to their token's new place.
+
+    A token that it could not say before starts with its row of the target's head [V, H]. Logits of the tokens that both
+    maps hold stay what they were, bit for bit. The one way to change the map of a drafter that has learnt: a map alone,
+    over old rows, trains without complaint and drafts the wrong tokens.
+    """
+    moved = Drafter(drafter.shape.model_copy(update={"draft_vocab_size": len(d2t)}))
+    kept = {
+        name: tensor for name, tensor in drafter.state_dict().items() if name not in ("lm_head.weight", "d2t", "t2d")
+    }
+    ids_D = torch.arange(len(d2t)) + d2t
+    row_V = torch.full((len(t2d),), -1, dtype=torch.int64)
+    row_V[drafter.target_ids] = torch.arange(len(drafter.d2t))
+    before_D = row_V[ids_D]
+    head_DH = head_VH[ids_D].to(drafter.lm_head.weight.dtype)
+    head_DH[before_D >= 0] = drafter.lm_head.weight.detach()[before_D[before_D >= 0]]
+    moved.load_state_dict({**kept, "lm_head.weight": head_DH, "d2t": d2t, "t2d": t2d})
+    return moved
+
+
+def _given_drafter(path: str, facts: TargetFacts, d2t: Tensor, t2d: Tensor, reindex: bool) -> Drafter:
     drafter = load_drafter(Path(path))
     check_fits(
         drafter.shape,
@@ -96,12 +119,15 @@ def _given_drafter(path: str, facts: TargetFacts, d2t: Tensor) -> Drafter:
         where=path,
         captured=facts.aux_layers,
     )
-    if not torch.equal(drafter.d2t, d2t):
+    if torch.equal(drafter.d2t, d2t):
+        return drafter
+    if not reindex:
         raise CheckpointError(
             f"drafter {path}: expected the vocabulary map of the run, found another one. Its head rows belong to its own "
-            "map: run `ray-eagle vocab --redo`, which takes it over."
+            "map: run `ray-eagle vocab --redo`, which takes it over, or set vocab.keep_given to false, which moves them."
         )
-    return drafter
+    check_map(d2t, t2d, Path("the run's map"))
+    return move_rows(drafter, d2t, t2d, head_and_embedding(facts)[0])
 
 
 def _copy_from_target(drafter: Drafter, facts: TargetFacts) -> None:

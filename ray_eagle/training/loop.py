@@ -4,13 +4,13 @@ The cursor is the number of optimizer steps done. Packs of a step are dealt to w
 positions that enter it in the whole step, so neither the number of workers nor empty ones change what is learned.
 """
 
-import json
+import hashlib
+import logging
 import math
 import os
 import tempfile
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -22,24 +22,26 @@ from torch import Tensor
 
 from ray_eagle.config import Config, TrainConfig
 from ray_eagle.drafter.start import channel_rms, start_drafter
-from ray_eagle.errors import WorkerError
+from ray_eagle.errors import CheckpointError, WorkerError
 from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.hidden_states.schema import Sample
-from ray_eagle.probing.predict import SamplePrediction, predict, predicted_length
-from ray_eagle.run import LOGS, RunFolder
+from ray_eagle.probing.predict import predict
+from ray_eagle.run import CHECKPOINTS, RunFolder
 from ray_eagle.target.loading import TargetFacts, choose_dtype, head_and_embedding
-from ray_eagle.training.losses import Objective, StepScores, entering_counts, loss_weights
+from ray_eagle.training.checkpoints import STATE, Checkpoints, describe
+from ray_eagle.training.figures import Recent, validation_figures
+from ray_eagle.training.flops import pack_flops, peak_tflops
+from ray_eagle.training.losses import Objective, entering_counts, loss_weights
 from ray_eagle.training.optimizer import clip_and_step, make_optimizer
 from ray_eagle.training.packing import Pack, make_pack
 from ray_eagle.training.pointwise import PLAIN, compiled
 from ray_eagle.training.schedule import epoch_steps, learning_rate
+from ray_eagle.training.trackers import History
 from ray_eagle.training.unroll import train_pack
 from ray_eagle.training.weights import Weights
 from ray_eagle.vocab import read_map
 
-STATE = "state.pt"
-HISTORY = "train.jsonl"
-SCORE = "predicted_acceptance_length"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,22 +56,34 @@ class TrainJob:
 def train_loop(job: dict[str, Any]) -> None:
     """Body of each Ray Train worker."""
     import ray.train
+    from ray.train.collective import broadcast_from_rank_zero
 
-    trainer = Trainer(job["job"], ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size())
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint:
-        with checkpoint.as_directory() as folder:
-            trainer.load(Path(folder) / STATE)
+    context = ray.train.get_context()
+    trainer = Trainer(job["job"], context.get_world_rank(), context.get_world_size())
+    checkpoints = Checkpoints(trainer.job.run.folder(CHECKPOINTS))
+    newest = checkpoints.newest(logger.warning) if trainer.rank == 0 else None
+    step = broadcast_from_rank_zero(newest.step if newest else 0)
+    for record in checkpoints.records():
+        if record.step == step:
+            trainer.load(checkpoints.load(record, trainer.device))
     while trainer.step < trainer.total_steps:
         trainer.train_step()
-        if trainer.at_checkpoint():
-            metrics = trainer.validate()
-            with tempfile.TemporaryDirectory() as folder:
-                if trainer.rank == 0:
-                    trainer.save(Path(folder) / STATE)
-                    ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
-                else:
-                    ray.train.report(metrics)
+        if not trainer.at_checkpoint():
+            continue
+        figures = trainer.validate()
+        if trainer.rank:
+            ray.train.report(figures)
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            trainer.save(Path(folder) / STATE)
+            record = describe(Path(folder) / STATE, context.get_experiment_name(), trainer.step, figures)
+            ray.train.report(
+                figures,
+                checkpoint=ray.train.Checkpoint.from_directory(folder),
+                checkpoint_dir_name=record.folder.partition("/")[2],
+            )
+        checkpoints.commit(record, trainer.settings.keep_checkpoints)
+    trainer.close()
 
 
 class Trainer:
@@ -88,7 +102,9 @@ class Trainer:
         seed = job.config.seed
         self.data = HiddenStates(job.run.of("extract"), "train").by_id()
         rms_C = channel_rms(self.data)
-        self.drafter = start_drafter(job.config.drafter, job.facts, d2t, t2d, seed, rms_C).to(self.device)
+        moves = not job.config.vocab.keep_given
+        drafter = start_drafter(job.config.drafter, job.facts, d2t, t2d, seed, rms_C, reindex=moves)
+        self.drafter = drafter.to(self.device)
         self.drafter.inverse_frequencies = self.drafter.inverse_frequencies.to(self.device)
         head_VH, embedding_VH, _ = head_and_embedding(job.facts)
         self.draft_head_DH = head_VH[self.drafter.target_ids.cpu()].to(self.device, self.compute)
@@ -108,12 +124,18 @@ class Trainer:
         self.total_steps = len(self.plan)
         s = self.settings
         self.optimizer = make_optimizer(self.drafter, lr=s.lr, betas=s.betas, weight_decay=s.weight_decay)
-        self.generator = torch.Generator(self.device).manual_seed(seed + rank)
+        self.generator = torch.Generator(self.device)
         self.step = 0
         self._reading: Iterator[list[Sample]] | None = None
-        self.history = History(job.run) if rank == 0 else None
-        self._recent = _Recent(self.settings.unroll_steps, self.device)
+        self.history = History(job.run, s.trackers) if rank == 0 else None
+        self._recent = Recent(s.unroll_steps, self.device, self._peak())
         self._unchecked: deque[_Unchecked] = deque()
+
+    def _peak(self) -> float | None:
+        """Floating-point operations a second of all workers' devices."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        tflops = self.settings.peak_tflops or peak_tflops(name)
+        return tflops * 1e12 * self.world if tflops else None
 
     def _epoch(self, epoch: int) -> list[list[list[int]]]:
         s = self.settings
@@ -133,7 +155,11 @@ class Trainer:
         if self._reading is None:
             wanted = (pack for step in self.plan[self.step :] for pack in self._mine(step))
             self._reading = self.data.batches(wanted, pin=self.device.type == "cuda")
-        packs = [self._pack(next(self._reading)) for _ in self._mine(self.plan[self.step])]
+        packs, flops = [], []
+        for index in range(len(self.plan[self.step]))[self.rank :: self.world]:
+            pack, operations = self._pack(next(self._reading), index)
+            packs.append(pack)
+            flops.append(operations)
         counts_K = sum(
             (entering_counts(pack, self.drafter.t2d) for pack in packs),
             start=torch.zeros(s.unroll_steps, dtype=torch.int64, device=self.device),
@@ -141,9 +167,9 @@ class Trainer:
         weights_K = loss_weights(self._sum(counts_K), s.step_decay).float()
         names = tuple(pack.names for pack in packs)
         losses = []
-        for pack in packs:
+        for pack, operations in zip(packs, flops, strict=True):
             scores = train_pack(self.weights, pack, self.embedding_VH, self.draft_head_DH, weights_K, self.objective)
-            losses.append(self._recent.add(scores) @ weights_K.double())
+            losses.append(self._recent.add(scores, operations) @ weights_K.double())
         if not packs:  # this worker adds zeros
             self.weights.gather()
             self.weights.settle()
@@ -188,11 +214,17 @@ class Trainer:
         """This worker's packs of a step."""
         return step[self.rank :: self.world]
 
-    def _pack(self, samples: list[Sample]) -> Pack:
+    def _pack(self, samples: list[Sample], index: int) -> tuple[Pack, float]:
+        """Pack number `index` of this step on the device, and the floating-point operations it takes.
+
+        Its noise depends on seed, step and index alone, whichever worker draws it and however often training was resumed.
+        """
         everywhere, pin = not self.settings.supervised_only, self.device.type == "cuda"
         pack = make_pack(samples, self.settings.unroll_steps, everywhere=everywhere, pin=pin)
+        flops = pack_flops(self.drafter.shape, pack)
         pack = pack.to(self.device, self.compute)
-        return replace(pack, aux_TC=add_noise(pack.aux_TC, self.settings, self.generator))
+        self.generator.manual_seed(noise_seed(self.job.config.seed, self.step, index))
+        return replace(pack, aux_TC=add_noise(pack.aux_TC, self.settings, self.generator)), flops
 
     def _sum(self, tensor: Tensor) -> Tensor:
         """The sum over all workers."""
@@ -232,21 +264,34 @@ class Trainer:
             "drafter": self.drafter.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
-            "generator": self.generator.get_state(),
             "history": self.history.text() if self.history else "",
         }
         torch.save(state, path)
 
-    def load(self, path: Path) -> None:
-        state = torch.load(path, map_location=self.device, weights_only=True)
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state, on any number of workers. Raises CheckpointError when its map is not the run's."""
+        if not torch.equal(state["drafter"]["d2t"].to(self.device), self.drafter.d2t):
+            raise CheckpointError(
+                "checkpoint: expected the vocabulary map of the run, found another one, to which its head rows belong. "
+                "Begin again with `ray-eagle train --redo`."
+            )
         self.drafter.load_state_dict(state["drafter"])
         self.weights.refresh()
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
         self._reading = None
-        self.generator.set_state(state["generator"].cpu())
         if self.history:
             self.history.restore(state["history"])
+
+    def close(self) -> None:
+        """Everything is logged."""
+        if self.history:
+            self.history.close()
+
+
+def noise_seed(seed: int, step: int, index: int) -> int:
+    """Of the noise of pack `index` of a step: 63 bits."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {step} {index}".encode(), digest_size=8).digest()) >> 1
 
 
 def add_noise(aux_TC: Tensor, settings: TrainConfig, generator: torch.Generator) -> Tensor:
@@ -261,19 +306,6 @@ def add_noise(aux_TC: Tensor, settings: TrainConfig, generator: torch.Generator)
     return noise.add_(aux_TC)
 
 
-def validation_figures(predictions: list[SamplePrediction], steps: int) -> dict[str, float]:
-    """Pooled validation figures; `val_` losses and accuracies by step."""
-    figures = {SCORE: predicted_length(predictions)}
-    for k in range(steps):
-        counted = max(1, sum(p.counted_K[k] for p in predictions))
-        figures[f"val_accuracy_{k}"] = sum(p.right_K[k] for p in predictions) / counted
-        figures[f"val_outside_vocab_{k}"] = sum(p.outside_K[k] for p in predictions) / counted
-        figures[f"val_loss_{k}"] = sum(p.loss_sums_K[k] for p in predictions) / max(
-            1, sum(p.entering_K[k] for p in predictions)
-        )
-    return figures
-
-
 @dataclass(frozen=True)
 class _Unchecked:
     """A step whose gradient may not be finite: what must be known to say so."""
@@ -284,82 +316,3 @@ class _Unchecked:
     """Of each pack of this worker,"""
     names: tuple[tuple[str, ...], ...]
     """and its samples."""
-
-
-class _Recent:
-    """Sums since the last log line, of this worker, on its device."""
-
-    def __init__(self, steps: int, device: torch.device) -> None:
-        self.steps, self.device = steps, device
-        self._reset()
-
-    def _reset(self) -> None:
-        # rows: summed loss, positions in the loss, right choices, positions that count
-        self.sums_4K = torch.zeros(4, self.steps, dtype=torch.float64, device=self.device)
-        self.norms: list[Tensor] = []
-        self.rate = 0.0
-        self.began = time.monotonic()
-
-    def add(self, scores: list[StepScores]) -> Tensor:
-        """Add a pack, and return its summed losses [K] float64."""
-        losses = torch.stack([torch.where(s.enters_N, s.losses_N, 0.0).sum() for s in scores]).double()
-        entered, right = (
-            torch.stack([x.sum() for x in xs]) for xs in zip(*((s.enters_N, s.right_N) for s in scores), strict=False)
-        )
-        counted = torch.tensor([len(s.at_N) for s in scores], dtype=torch.float64).to(self.device, non_blocking=True)
-        self.sums_4K += torch.stack([losses, entered.double(), right.double(), counted])
-        return losses
-
-    def end_step(self, norm: Tensor, rate: float) -> None:
-        self.norms.append(norm)
-        self.rate = rate
-
-    def figures(self, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        loss_K, entered_K, right_K, counted_K = total(self.sums_4K.clone()).cpu()
-        seconds = time.monotonic() - self.began
-        figures = {
-            "lr": self.rate,
-            "grad_norm": float(torch.stack(self.norms).mean()),
-            "tokens_per_second": float(counted_K[0]) / seconds,
-        }
-        for k in range(self.steps):
-            figures[f"loss_{k}"] = float(loss_K[k] / entered_K[k].clamp(min=1))
-            figures[f"accuracy_{k}"] = float(right_K[k] / counted_K[k].clamp(min=1))
-            figures[f"outside_vocab_{k}"] = float(1 - entered_K[k] / counted_K[k].clamp(min=1))
-        self._reset()
-        return figures
-
-
-class History:
-    """The curves of a run: logs/train.jsonl, TensorBoard events beside it, and gauges on the Ray dashboard."""
-
-    def __init__(self, run: RunFolder) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.folder = run.folder(LOGS)
-        self.folder.create()
-        self.rows: list[dict[str, float]] = []
-        self.board = SummaryWriter(self.folder.file("tensorboard")) if self.folder.is_local else None
-        self.gauges: dict[str, Any] = {}
-
-    def add(self, row: dict[str, float]) -> None:
-        from ray.util.metrics import Gauge
-
-        self.rows.append(row)
-        self.folder.write_jsonl(HISTORY, self.rows)
-        for name, value in row.items():
-            if self.board and name not in ("step", "steps"):
-                self.board.add_scalar(name, value, int(row["step"]))
-            if name not in self.gauges:
-                self.gauges[name] = Gauge(f"eagle_train_{name}", description=f"{name} of the training run")
-            self.gauges[name].set(value)
-        if self.board:
-            self.board.flush()
-
-    def text(self) -> str:
-        return json.dumps(self.rows)
-
-    def restore(self, text: str) -> None:
-        """Go back to the rows of a checkpoint: what a killed worker logged after it is logged again."""
-        self.rows = json.loads(text)
-        self.folder.write_jsonl(HISTORY, self.rows)

@@ -1,6 +1,5 @@
 """Stage `train`: a Ray Train run over the hidden states, then the best checkpoint exported as a drafter folder."""
 
-import math
 import signal
 import tempfile
 import threading
@@ -8,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ray_eagle.cluster import ensure_resources
 from ray_eagle.config import Config
@@ -22,10 +19,10 @@ from ray_eagle.progress import Progress
 from ray_eagle.run import CHECKPOINTS, LOGS, Folder, RunFolder
 from ray_eagle.stage import Outcome
 from ray_eagle.target.loading import TargetFacts
-from ray_eagle.training.loop import HISTORY, SCORE, STATE, TrainJob, train_loop
+from ray_eagle.training.checkpoints import SCORE, Checkpoints
+from ray_eagle.training.loop import TrainJob, train_loop
+from ray_eagle.training.trackers import HISTORY, check_trackers
 from ray_eagle.vocab import read_map
-
-RUN_NAME = "ray-train"
 
 
 def train(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress) -> Outcome:
@@ -34,45 +31,49 @@ def train(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress
     from ray.train.torch import TorchConfig, TorchTrainer
 
     settings = config.train
+    # every complaint about settings and inputs before workers start
+    check_trackers(settings.trackers)
     d2t, t2d = read_map(run.of("vocab"))
-    drafter = start_drafter(
-        config.drafter, facts, d2t, t2d, config.seed
-    )  # every complaint about inputs before workers start
+    drafter = start_drafter(config.drafter, facts, d2t, t2d, config.seed, reindex=not config.vocab.keep_given)
     supervised = _supervised_tokens(run)
+    folder = run.folder(CHECKPOINTS)
+    folder.create()
+    checkpoints = Checkpoints(folder)
+    found = checkpoints.newest(progress.say)
+    if found:
+        progress.say(f"train: going on from the checkpoint of step {found.step}")
+    fewest = settings.min_workers or settings.workers
     bundle = {"CPU": settings.cpus_per_worker, "GPU": float(settings.use_gpu)}
-    ensure_resources(bundle, settings.workers, config.ray.wait_s)
-    checkpoints = run.folder(CHECKPOINTS)
-    checkpoints.create()
+    ensure_resources(bundle, fewest, config.ray.wait_s)
     trainer = TorchTrainer(
         train_loop,
         train_loop_config={"job": TrainJob(config, run, facts)},
         torch_config=TorchConfig(backend="nccl" if settings.use_gpu else "gloo"),
         scaling_config=ray.train.ScalingConfig(
-            num_workers=settings.workers,
+            num_workers=settings.workers if fewest == settings.workers else (fewest, settings.workers),
             use_gpu=settings.use_gpu,
             resources_per_worker={k: v for k, v in bundle.items() if v},
         ),
         run_config=ray.train.RunConfig(
-            name=RUN_NAME,
-            storage_path=checkpoints.path,
-            storage_filesystem=checkpoints.fs,
+            # of its own, so that Ray takes up no earlier run's state: which checkpoint to go on from is told by our records
+            name=checkpoints.new_attempt(),
+            storage_path=folder.path,
+            storage_filesystem=folder.fs,
             failure_config=ray.train.FailureConfig(max_failures=settings.max_failures),
-            checkpoint_config=ray.train.CheckpointConfig(
-                num_to_keep=settings.keep_checkpoints + 1,
-                checkpoint_score_attribute=SCORE,
-                checkpoint_score_order="max",
-            ),
+            # all: the records decide which to remove
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=None),
         ),
     )
-    with _Follow(run, progress), _interrupts_as_before():
+    with _Follow(run, progress, found.step if found else 0), _interrupts_as_before():
         try:
-            result = trainer.fit()
+            trainer.fit()
         except ray.train.TrainingFailedError as error:
             raise WorkerError(f"train: {_cause(error)}") from error
-    best = _best(result)
-    metrics = dict(best[1])
-    with best[0].as_directory() as folder:
-        drafter.load_state_dict(torch.load(Path(folder) / STATE, map_location="cpu", weights_only=True)["drafter"])
+    best = checkpoints.best(progress.say)
+    if best is None:
+        raise WorkerError("train: the run ended without a checkpoint. See logs/ in the run folder.")
+    metrics = {**best.figures, "step": float(best.step)}
+    drafter.load_state_dict(checkpoints.load(best, "cpu")["drafter"])
     export(drafter, run.of("train"))
     run.of("train").write_json("training.json", {"best": metrics, "history": run.folder(LOGS).read_jsonl(HISTORY)})
     progress.say(
@@ -119,18 +120,6 @@ def _supervised_tokens(run: RunFolder) -> int:
     return sum(r.supervised_tokens for i, r in states.records.items() if states.plan.units[i].split == "train")
 
 
-def _best(result: Any) -> tuple[Any, dict[str, float]]:
-    """The checkpoint with the highest predicted acceptance length (nan, no pass to walk, counts as lowest)."""
-    if not result.best_checkpoints:
-        raise WorkerError("train: the run ended without a checkpoint. See logs/ in the run folder.")
-
-    def score(entry: tuple[Any, dict[str, float]]) -> tuple[float, float]:
-        value = entry[1][SCORE]
-        return (-math.inf if math.isnan(value) else value, entry[1]["step"])
-
-    return max(result.best_checkpoints, key=score)
-
-
 def _cause(error: Any) -> str:
     failures = getattr(error, "worker_failures", None) or {}
     for rank, failure in failures.items():
@@ -140,17 +129,20 @@ def _cause(error: Any) -> str:
 
 
 class _Follow:
-    """Shows the workers' history file as progress while the trainer blocks."""
+    """Shows the workers' history file as progress while the trainer blocks; `done` steps were made by an earlier run."""
 
-    def __init__(self, run: RunFolder, progress: Progress) -> None:
+    def __init__(self, run: RunFolder, progress: Progress, done: int) -> None:
         self.folder = run.folder(LOGS)
         self.progress = progress
-        self.done = 0.0
+        self.done = float(done)
         self.started = False
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> None:
+        if self.folder.exists(HISTORY):  # rows after the checkpoint are made again
+            rows = [row for row in self.folder.read_jsonl(HISTORY) if row["step"] <= self.done]
+            self.folder.write_jsonl(HISTORY, rows)
         self.thread.start()
 
     def __exit__(self, *_: object) -> None:
@@ -169,7 +161,7 @@ class _Follow:
         if not rows:
             return
         if not self.started:
-            self.progress.start("train", rows[-1]["steps"], "steps")
+            self.progress.start("train", rows[-1]["steps"], "steps", done=self.done)
             self.started = True
         latest: dict[str, float] = {}
         for row in rows:
@@ -187,6 +179,8 @@ def _note(row: dict[str, float]) -> str:
             f"accuracy {row['accuracy_0']:.2f}",
             f"{row['tokens_per_second']:,.0f} tok/s",
         ]
+    if "mfu" in row:
+        parts.append(f"MFU {row['mfu']:.0%}")
     if SCORE in row:
         parts.append(f"predicted length {row[SCORE]:.2f}")
     return ", ".join(parts)

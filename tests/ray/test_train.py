@@ -1,63 +1,25 @@
 """Training on Ray Train: resumed equals uninterrupted, workers do not change what is learned, the export is whole."""
 
-import os
 import shutil
-import signal
+import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from ray_eagle.drafter.checkpoint import check_drafter, load_drafter
-from ray_eagle.errors import CheckpointError, InputError, WorkerError
+from ray_eagle.errors import CheckpointError, ConfigError, InputError, WorkerError
 from ray_eagle.hidden_states.schema import Sample
-from ray_eagle.run import LOGS, RunFolder
-from ray_eagle.training.loop import HISTORY, Trainer, TrainJob
+from ray_eagle.run import RunFolder
+from ray_eagle.training.loop import Trainer, TrainJob
 from ray_eagle.training.packing import Pack
 from ray_eagle.training.schedule import epoch_steps, learning_rate
-from tests.ray.pipeline import Watch, pipeline, ray_processes, tiny_config
+from tests.ray.pipeline import Watch, pipeline, tiny_config
+from tests.ray.training import DETERMINISTIC, assert_close, curve, fresh, train_here, weights
 from tests.tiny import tiny_drafter, tiny_shape
 
 pytestmark = pytest.mark.usefixtures("cluster")
-
-
-@pytest.fixture(scope="module")
-def captured(tmp_path_factory: pytest.TempPathFactory, target_folder: Path, cluster: None) -> Path:
-    """A folder whose run has finished `vocab`."""
-    folder = tmp_path_factory.mktemp("captured")
-    run = pipeline(tiny_config(folder, target_folder))
-    for stage in ("generate", "extract", "vocab"):
-        run.stage(stage)
-    return folder
-
-
-def fresh(captured: Path, to: Path) -> Path:
-    """A copy of that run, before training."""
-    for name in ("conversations", "hidden_states", "vocab"):
-        shutil.copytree(captured / "run" / name, to / "run" / name)
-    shutil.copy(captured / "prompts.jsonl", to / "prompts.jsonl")
-    return to
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "run" / "drafter" / "model.safetensors")
-
-
-def curve(folder: Path) -> list[dict[str, float]]:
-    rows = RunFolder.open(str(folder / "run")).folder(LOGS).read_jsonl(HISTORY)
-    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(captured: Path, tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> Path:
-    folder = fresh(captured, tmp_path_factory.mktemp("whole") / "x")
-    settings = {"deterministic": True, "checkpoint_every": 3}
-    handler = signal.getsignal(signal.SIGINT)
-    pipeline(tiny_config(folder, target_folder, train=settings)).stage("train")
-    assert signal.getsignal(signal.SIGINT) is handler, "Ctrl-C works in the stages after training as before"
-    return folder
 
 
 def test_the_export_is_whole_and_the_loss_falls(uninterrupted: Path) -> None:
@@ -74,29 +36,8 @@ def test_the_export_is_whole_and_the_loss_falls(uninterrupted: Path) -> None:
     )
 
 
-def test_a_killed_worker_resumes_to_the_same_weights_and_curve(
-    captured: Path, uninterrupted: Path, tmp_path: Path, target_folder: Path
-) -> None:
-    folder = fresh(captured, tmp_path / "x")
-    killed: list[int] = []
-
-    def kill(task: str, amount: float) -> None:
-        rows = curve(folder)
-        alive = ray_processes("RayTrainWorker")
-        if task == "train" and not killed and rows[-1]["step"] >= 5 and alive:
-            os.kill(alive[0], signal.SIGKILL)
-            killed.append(alive[0])
-
-    settings = {"deterministic": True, "checkpoint_every": 3}
-    pipeline(tiny_config(folder, target_folder, train=settings), Watch(kill)).stage("train")
-    assert len(killed) == 1
-    one, other = weights(folder), weights(uninterrupted)
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    assert curve(folder) == curve(uninterrupted)
-
-
 def test_a_finished_run_is_not_run_again(uninterrupted: Path, target_folder: Path) -> None:
-    config = tiny_config(uninterrupted, target_folder, train={"deterministic": True, "checkpoint_every": 3})
+    config = tiny_config(uninterrupted, target_folder, train=DETERMINISTIC)
     before = weights(uninterrupted)
     watch = Watch()
     assert pipeline(config, watch).stage("train") is None
@@ -112,17 +53,21 @@ def test_a_finished_run_is_not_run_again(uninterrupted: Path, target_folder: Pat
     assert all(torch.equal(before[name], now) for name, now in weights(uninterrupted).items())
 
 
-def test_two_workers_learn_what_one_learns(captured: Path, tmp_path: Path, target_folder: Path) -> None:
+def test_any_number_of_workers_learns_the_same(captured: Path, tmp_path: Path, target_folder: Path) -> None:
+    """Four packs a step, noise included: one worker with four, two with two, four with one."""
     curves = []
-    for workers in (1, 2):
+    for workers in (1, 2, 4):
         folder = fresh(captured, tmp_path / str(workers))
-        settings = {"workers": workers, "packs_per_step": 3, "epochs": 1, "noise": 0.0}
-        pipeline(tiny_config(folder, target_folder, train=settings)).stage("train")
-        curves.append([row for row in curve(folder) if "loss_0" in row])
-    assert len(curves[0]) == len(curves[1]) > 2
-    for one, two in zip(*curves, strict=True):
-        for name in ("loss_0", "loss_1", "loss_2", "grad_norm", "accuracy_0", "lr"):
-            assert one[name] == pytest.approx(two[name], rel=2e-3, abs=1e-6), (name, one["step"])
+        settings = {"workers": workers, "packs_per_step": 4, "epochs": 2, "noise": 0.2}
+        config = tiny_config(folder, target_folder, train=settings)
+        if workers == 1:
+            train_here(config)
+        else:
+            pipeline(config).stage("train")
+        curves.append(curve(folder))
+    assert len(curves[0]) > 4
+    assert_close(curves[0], curves[1])
+    assert_close(curves[0], curves[2])
 
 
 def test_training_goes_on_from_a_drafter_folder(
@@ -140,6 +85,64 @@ def test_training_goes_on_from_a_drafter_folder(
     scratch = next(row for row in curve(uninterrupted) if "loss_0" in row)["loss_0"]
     assert next(row for row in curve(folder) if "loss_0" in row)["loss_0"] < scratch
     assert not torch.equal(tuned.fc.weight, start.fc.weight)
+
+
+def test_training_goes_on_from_a_drafter_folder_with_another_map(
+    captured: Path, uninterrupted: Path, tmp_path: Path, target_folder: Path
+) -> None:
+    """What the drafter says of the tokens that both maps hold is what it said: only its head rows moved."""
+    folder = fresh(captured, tmp_path / "x")
+    path = uninterrupted / "run" / "drafter"
+    shutil.rmtree(folder / "run" / "vocab")
+    sections = {"drafter": {"path": str(path)}, "vocab": {"size": 110, "keep_given": False}}
+    config = tiny_config(folder, target_folder, train={"noise": 0.0}, **sections)
+    run = pipeline(config)
+    run.stage("vocab")
+    trainer = Trainer(TrainJob(config, RunFolder.open(config.run), run.facts))
+    given = load_drafter(path)
+    assert len(trainer.drafter.d2t) == 110 and not torch.equal(trainer.drafter.d2t, given.d2t)
+    outputs = torch.randn(3, given.shape.hidden_size)
+    logits, before = trainer.drafter.logits(outputs), given.logits(outputs)
+    place = {token: i for i, token in enumerate(trainer.drafter.target_ids.tolist())}
+    common = [(place[token], i) for i, token in enumerate(given.target_ids.tolist()) if token in place]
+    assert len(common) >= 90
+    for now, then in common:
+        torch.testing.assert_close(logits[:, now], before[:, then])
+    trainer.train_step()
+    scratch = next(row for row in curve(uninterrupted) if "loss_0" in row)["loss_0"]
+    assert trainer.history and trainer.history.rows[0]["loss_0"] < scratch
+    other = {"drafter": {"d2t": given.d2t}}
+    with pytest.raises(CheckpointError, match="expected the vocabulary map of the run, found another one"):
+        trainer.load(other)
+
+
+def test_the_share_of_the_devices_arithmetic_is_logged_where_its_peak_is_known(
+    captured: Path, target_folder: Path
+) -> None:
+    logged = []
+    for peak in (None, 1e-3, 2e-3):
+        config = tiny_config(captured, target_folder, train={"peak_tflops": peak})
+        trainer = Trainer(TrainJob(config, RunFolder.open(config.run), pipeline(config).facts))
+        for _ in range(3):
+            trainer.train_step()
+        assert trainer.history
+        logged.append(trainer.history.rows[-1])
+    assert "mfu" not in logged[0], "nobody knows the peak of a CPU"
+    operations = [
+        row["mfu"] * peak / row["tokens_per_second"] for row, peak in zip(logged[1:], (1e9, 2e9), strict=True)
+    ]
+    assert operations[0] == pytest.approx(operations[1], rel=0.02) and operations[0] > 1e5
+
+
+def test_a_missing_tracker_is_said_before_anything_else(
+    captured: Path, tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fresh(captured, tmp_path / "x")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if not (Path(p) / "wandb").exists()])
+    run = pipeline(tiny_config(folder, target_folder, train={"trackers": ["tensorboard", "wandb"]}))
+    with pytest.raises(ConfigError, match=r"pip install 'ray-eagle\[wandb\]'"):
+        run.stage("train")
+    assert not (folder / "run" / "checkpoints").exists() and curve(folder) == []
 
 
 def test_a_drafter_for_another_hidden_size_is_refused_before_workers_start(
@@ -175,7 +178,7 @@ def test_saved_and_loaded_equals_going_on(captured: Path, target_folder: Path, t
         half.train_step()
     half.save(tmp_path / "state.pt")
     resumed = Trainer(job)
-    resumed.load(tmp_path / "state.pt")
+    resumed.load(torch.load(tmp_path / "state.pt", weights_only=True))
     for _ in range(2):
         resumed.train_step()
     torch.use_deterministic_algorithms(False)
@@ -191,11 +194,11 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_its_samples(capture
     moments = [s["exp_avg"].clone() for s in trainer.optimizer.state.values()]
     healthy, names = trainer._pack, []
 
-    def poisoned(samples: list[Sample]) -> Pack:
+    def poisoned(samples: list[Sample], index: int) -> tuple[Pack, float]:
         names.extend(s.sample_id for s in samples)
-        pack = healthy(samples)
+        pack, flops = healthy(samples, index)
         pack.aux_TC[0] = float("nan")
-        return pack
+        return pack, flops
 
     trainer._pack = poisoned  # type: ignore[method-assign]
     with pytest.raises(WorkerError, match=r"loss of step 1 is nan, in samples .*ray-eagle verify") as raised:

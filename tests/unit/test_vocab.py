@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from ray_eagle.config import Config, DrafterConfig, TargetConfig
 from ray_eagle.drafter.checkpoint import load_drafter, save_drafter
-from ray_eagle.drafter.start import new_shape, random_drafter, start_drafter
+from ray_eagle.drafter.start import move_rows, new_shape, random_drafter, start_drafter
 from ray_eagle.errors import CheckpointError, InputError
 from ray_eagle.hidden_states.dataset import DatasetWriter
 from ray_eagle.hidden_states.plan import DatasetPlan, TokenSample, UnitPlan, plan_units
@@ -284,3 +284,60 @@ def test_training_starts_from_the_given_weights_and_map_or_refuses(target_folder
     facts = read_facts(TargetConfig(path=str(target_folder), aux_layers=(1, 3, 5)))
     with pytest.raises(CheckpointError, match=r"Set target.aux_layers to \[1, 3, 4\]"):
         start_drafter(DrafterConfig(path=str(folder)), facts, given.d2t, given.t2d, seed=1)
+
+
+# --- another map for a drafter that has learnt ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_head_rows_move_with_their_tokens(seed: int) -> None:
+    rng = random.Random(seed)
+    vocabulary, new_size = 60, rng.randint(1, 60)
+    drafter = tiny_drafter(tiny_shape(vocab=vocabulary, draft_vocab=rng.randint(1, 60)), seed=seed)
+    head_VH = torch.randn(vocabulary, HIDDEN, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    d2t, t2d = to_map(np.array(sorted(rng.sample(range(vocabulary), new_size))), vocabulary)
+    before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    row_of = {int(offset) + i: drafter.lm_head.weight[i] for i, offset in enumerate(drafter.d2t)}
+
+    moved = move_rows(drafter, d2t, t2d, head_VH)
+
+    assert all(torch.equal(tensor, before[name]) for name, tensor in drafter.state_dict().items())
+    assert moved.shape == drafter.shape.model_copy(update={"draft_vocab_size": new_size})
+    assert torch.equal(moved.d2t, d2t) and torch.equal(moved.t2d, t2d)
+    for i, offset in enumerate(d2t):
+        token = i + int(offset)
+        expected = row_of[token] if token in row_of else head_VH[token].float()
+        assert torch.equal(moved.lm_head.weight[i], expected), token
+    for name in before.keys() - {"lm_head.weight", "d2t", "t2d"}:
+        assert torch.equal(moved.state_dict()[name], before[name]), name
+
+    common = sorted(row_of.keys() & set(moved.target_ids.tolist()))
+    outputs_NH = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(seed + 1))
+    said = [drafter.logits(outputs_NH)[:, (drafter.target_ids == token).nonzero()[0, 0]] for token in common]
+    says = [moved.logits(outputs_NH)[:, (moved.target_ids == token).nonzero()[0, 0]] for token in common]
+    for one, other in zip(said, says, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_a_new_map_for_a_given_drafter_is_chosen_and_its_rows_move(tmp_path: Path, target_folder: Path) -> None:
+    given = tiny_drafter(tiny_shape(draft_vocab=50), seed=6)
+    save_drafter(given, tmp_path / "given", torch.float32)
+    rows = random_rows(5, [70, 71, 72, 73])
+    settings = {"drafter": {"path": str(tmp_path / "given")}, "vocab": {"size": 20, "keep_given": False}}
+    run, found = run_stage(tmp_path, target_folder, rows, **settings)
+    assert (found["size"], found["source"]) == (20, "supervised tokens of the training split")
+    d2t, t2d = read_map(run.of("vocab"))
+    assert t2d[[70, 71, 72, 73]].all()
+
+    facts = read_facts(TargetConfig(path=str(target_folder), aux_layers=(1, 3, 4)))
+    drafter = DrafterConfig(path=str(tmp_path / "given"))
+    start = start_drafter(drafter, facts, d2t, t2d, seed=1, reindex=True)
+    head = head_and_embedding(facts)[0]
+    given_row = dict(zip(given.target_ids.tolist(), given.lm_head.weight, strict=True))
+    for i, token in enumerate(start.target_ids.tolist()):
+        assert torch.equal(start.lm_head.weight[i], given_row.get(token, head[token]))
+    assert torch.equal(start.fc.weight, given.fc.weight)
+    with pytest.raises(CheckpointError, match=r"vocab\.keep_given to false"):
+        start_drafter(drafter, facts, d2t, t2d, seed=1)
+    with pytest.raises(CheckpointError, match="two maps that disagree"):
+        start_drafter(drafter, facts, d2t, t2d.roll(1), seed=1, reindex=True)

@@ -1,0 +1,57 @@
+"""How much arithmetic a pack takes, and how much a GPU can do: together the share of it that is used (MFU).
+
+Counted are the multiplications and additions of matrix products and attention that the loss and its gradient need, on the
+positions where they are needed; what is computed twice to save memory counts once.
+"""
+
+import torch
+
+from ray_eagle.drafter.shape import DrafterShape
+from ray_eagle.training.packing import Pack
+
+PEAK_TFLOPS = (
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("GH200", 989.0),
+    ("H200 NVL", 835.0),
+    ("H200", 989.0),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.0),
+    ("H20", 148.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+    ("L4", 121.0),
+    ("A10", 125.0),
+)
+"""bf16, dense, as the vendor states it; the first name that a device's name holds as whole words."""
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Of a GPU by its name; None when unknown."""
+    words = f" {device_name} ".replace("-", " ")
+    return next((peak for name, peak in PEAK_TFLOPS if f" {name} " in words), None)
+
+
+def pack_flops(shape: DrafterShape, pack: Pack) -> float:
+    """Floating-point operations of the forward and backward pass over a pack (its indices on the CPU)."""
+    h, width = shape.hidden_size, shape.head_dim
+    queries, keys = shape.num_attention_heads * width, shape.num_key_value_heads * width
+    tokens = len(pack.tokens_T)
+    # the projection of the aux states has no gradient below it: one product backward, where all others have two
+    total = 2.0 * (2 * tokens * 3 * h * h)
+    total += 3.0 * (2 * tokens * 2 * h * 2 * keys)
+    for k, step in enumerate(pack.steps):
+        rows = len(step.at_N)
+        layer = 2 * h * queries + queries * h + 3 * h * shape.intermediate_size
+        if k:
+            layer += 2 * h * 2 * keys
+        total += 3.0 * 2 * rows * layer
+        seen = int((pack.positions_T[step.at_N] + 1 + k).sum())
+        total += 3.0 * (2 * 2 * seen * queries)
+        total += 3.0 * (2 * len(step.scored_M) * h * shape.draft_vocab_size)
+    taught_S = torch.zeros(len(pack.top1_S), dtype=torch.bool)
+    for step in pack.steps:
+        taught_S[step.teacher_M] = True
+    return total + 2.0 * int(taught_S.sum()) * h * shape.draft_vocab_size
