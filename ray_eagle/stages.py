@@ -32,6 +32,7 @@ from ray_eagle.vocab import vocab
 ORDER = ("preflight", "breakeven", "probe-given", "generate", "extract", "vocab", "train", "probe", "report")
 MACHINE_ONLY = frozenset(
     {"actors", "cpus", "gpus", "workers", "cpus_per_worker", "report_every", "max_failures", "keep_checkpoints"}
+    | {"min_workers", "trackers", "peak_tflops"}
     | {"host", "port", "token", "start_s", "url", "stages", "split", "share"}
 )
 """Settings that decide where and how fast, not what: changing them redoes nothing."""
