@@ -1,0 +1,394 @@
+"""From whole conversations to token ids and a supervised mask, as the target would have written them. Pure.
+
+Where the chat template marks what the assistant writes ({% generation %}), its marks are taken. Else the mask comes from rendering:
+an answer is what stands between the generation prompt after the messages before it, and its end-of-turn mark. That is only
+true while the template renders these messages alike whatever follows; it is checked for each answer, and a template that does
+not is refused, naming the turn, or (`split`) gives that answer a sample of its own, which ends with it.
+
+In both ways a span ends with the end-of-turn mark when the template writes one, and with nothing after it. Ids are those of the
+whole text; where a token would cross from what the server feeds into what the target writes, both sides are encoded apart, as
+they are when an answer is generated.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from ray_eagle.conversations.messages import Message, RowError
+
+Turns = Literal["all", "last", "split"]
+Reasoning = Literal["keep", "drop", "last"]
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+SENTINEL = "sentinel7919"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids and mask of a conversation, or of its beginning up to an answer."""
+
+    messages: list[Message]
+    input_ids: list[int]
+    supervised: list[list[int]]
+    """[start, end) spans of `input_ids`."""
+    ended: list[bool]
+    """Of each supervised answer: does its span hold an end-of-turn mark?"""
+    method: Literal["template", "rendering"]
+    turn: int
+    """Number of its last answer, from 1."""
+
+
+@dataclass(frozen=True)
+class _Span:
+    """What the assistant wrote, in characters of the text; `thought` is where its reasoning ends (start: it has none)."""
+
+    start: int
+    end: int
+    thought: int
+
+
+class Renderer:
+    """Renders conversations with one tokenizer. `marks` enclose reasoning where the template itself does not know it."""
+
+    def __init__(self, tokenizer: Any, stops: list[int], marks: tuple[str, str]) -> None:
+        self.tokenizer = tokenizer
+        self.marks = marks
+        self.stops = [text for text in (tokenizer.decode([i], skip_special_tokens=False) for i in stops) if text]
+        self.has_blocks = bool(GENERATION.search(str(tokenizer.chat_template)))
+        self.reasoning_way = self._find_reasoning_way()
+        """Who writes reasoning: the `template`; the `content`, marked; or `nobody`: the template cuts it out of past answers."""
+
+    def samples(
+        self,
+        messages: list[Message],
+        tools: list[Any] | None = None,
+        *,
+        turns: Turns = "all",
+        reasoning: Reasoning = "keep",
+        supervise_reasoning: bool = True,
+    ) -> list[Sample]:
+        """One sample, or several with `split`, the last turn's first. `messages` ends with an answer.
+
+        Raises RowError, naming the turn, for what cannot be rendered or masked truly.
+        """
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        self._refuse_stops_inside(messages, answers)
+        if turns != "split":
+            chosen = keep_reasoning(messages, reasoning)
+            only = answers[-1:] if turns == "last" else answers
+            return [self._sample(chosen, tools, only, answers, supervise_reasoning, strict=True)[0]]
+        found, left = [], list(answers)
+        while left:
+            prefix = keep_reasoning(messages[: left[-1] + 1], reasoning)
+            known = [i for i in answers if i <= left[-1]]
+            sample, covered = self._sample(prefix, tools, left, known, supervise_reasoning, strict=False, source=messages)
+            found.append(sample)
+            left = [i for i in left if i not in covered]
+        return found
+
+    def _sample(
+        self,
+        messages: list[Message],
+        tools: list[Any] | None,
+        wanted: list[int],
+        answers: list[int],
+        supervise_reasoning: bool,
+        *,
+        strict: bool,
+        source: list[Message] | None = None,
+    ) -> tuple[Sample, list[int]]:
+        """A sample that ends with the last answer, and which of the wanted answers it supervises."""
+        covered = list(wanted)
+        if self.has_blocks and strict:
+            method: Literal["template", "rendering"] = "template"
+            text, spans = self._by_blocks(messages, tools, wanted, answers)
+        else:
+            method = "rendering"
+            text, spans, covered = self._by_rendering(messages, tools, wanted, answers, strict)
+        self._refuse_lost_reasoning(messages, wanted, text, answers, strict)
+        if not spans:
+            raise RowError("no supervised token: the chat template marks nothing that the assistant wrote")
+        text = text[: spans[-1].end]
+        ids, edges = self._encode(text, spans)
+        supervised, ended = [], []
+        for span, (start, end) in zip(spans, edges, strict=True):
+            if not supervise_reasoning and span.thought > span.start:
+                start += self._tokens_before(ids[start:end], text[span.start : span.end], span.thought - span.start)
+            if start < end:
+                supervised.append([start, end])
+                ended.append(any(text[: span.end].endswith(stop) for stop in self.stops))
+        if not supervised:
+            raise RowError("no supervised token: the answers are empty")
+        turn = answers.index(covered[-1]) + 1
+        return Sample(messages, ids, supervised, ended, method, turn), covered
+
+    # --- where the answers are -------------------------------------------------------------------------------------------
+
+    def _by_rendering(
+        self, messages: list[Message], tools: list[Any] | None, wanted: list[int], answers: list[int], strict: bool
+    ) -> tuple[str, list[_Span], list[int]]:
+        last = wanted[-1]
+        before = self._render(messages[:last], tools, generate=True, turn=answers.index(last) + 1)
+        written = self._written(messages, last, tools, before, answers.index(last) + 1)
+        full = before + written
+        spans, covered = [], []
+        for i in wanted:
+            turn = answers.index(i) + 1
+            if i != last:
+                alone = messages[: i + 1]
+                before = self._render(alone[:-1], tools, generate=True, turn=turn)
+                try:
+                    written = self._written(alone, i, tools, before, turn)
+                except RowError:
+                    if strict:
+                        raise
+                    continue
+                if not full.startswith(before + written):
+                    if not strict:
+                        continue
+                    raise RowError(self._unstable(turn))
+            start, end = len(before), len(before) + len(written)
+            if not any(written.endswith(stop) for stop in self.stops):  # then the next turn's mark may end this one
+                end += next((len(stop) for stop in self.stops if full.startswith(stop, end)), 0)
+            spans.append(_Span(start, end, start + self._thought(written, before, messages[i])))
+            covered.append(i)
+        return full, spans, covered
+
+    def _written(self, messages: list[Message], i: int, tools: list[Any] | None, before: str, turn: int) -> str:
+        """What the target writes after `before` to say message i, which is the last of `messages[: i + 1]`."""
+        message = messages[i]
+        reasoning = message.get("reasoning_content", "")
+        if reasoning and self.reasoning_way == "nobody":
+            plain = {key: value for key, value in message.items() if key != "reasoning_content"}
+            rendered = self._render([*messages[:i], plain], tools, generate=False, turn=turn)
+            content = message["content"].strip()
+            if not content or rendered.rfind(content) < 0:
+                raise RowError(f"turn {turn}: the chat template does not render the answer's text, so its end is not known")
+            tail = self._cut(rendered[rendered.rfind(content) + len(content) :])
+            begin, end = self.marks
+            if before.rstrip().endswith(begin.strip()):  # the generation prompt has begun it
+                begin = ""
+            return begin + reasoning + end + content + tail
+        answered = self._render(messages[: i + 1], tools, generate=False, turn=turn)
+        if not answered.startswith(before):
+            raise RowError(
+                f"turn {turn}: the chat template renders the answer otherwise than after its generation prompt, so what the "
+                f"target writes is not known (expected {before[-30:]!r} before it)"
+            )
+        return self._cut(answered[len(before) :])
+
+    def _by_blocks(
+        self, messages: list[Message], tools: list[Any] | None, wanted: list[int], answers: list[int]
+    ) -> tuple[str, list[_Span]]:
+        text, blocks = self._render_blocks(messages, tools)
+        spans = []
+        for start, end in blocks:
+            stop = self._first_stop(text, start, end)
+            if stop is not None:
+                end = stop
+            else:
+                end += next((len(mark) for mark in self.stops if text.startswith(mark, end)), 0)
+            if start < end and (not spans or start >= spans[-1].end):
+                spans.append(_Span(start, end, start))
+        if len(wanted) < len(answers):
+            before = self._render(messages[: wanted[0]], tools, generate=True, turn=len(answers))
+            if len(spans) == len(answers):
+                spans = spans[-len(wanted) :]
+            elif text.startswith(before):
+                spans = [span for span in spans if span.end > len(before)]
+            else:
+                raise RowError(f"turn {len(answers)}: it is not known which of the template's marks are the last turn's")
+        if len(spans) == len(wanted):
+            spans = [
+                _Span(s.start, s.end, s.start + self._thought(text[s.start : s.end], text[: s.start], messages[i]))
+                for s, i in zip(spans, wanted, strict=True)
+            ]
+        return text, spans
+
+    def _cut(self, text: str) -> str:
+        """Through the first end-of-turn mark; whole without one."""
+        end = self._first_stop(text, 0, len(text))
+        return text if end is None else text[:end]
+
+    def _first_stop(self, text: str, start: int, end: int) -> int | None:
+        """Where the first end-of-turn mark inside [start, end) ends."""
+        found = [(text.find(stop, start, end), len(stop)) for stop in self.stops]
+        first = min(((at, -length) for at, length in found if at >= 0), default=None)
+        return None if first is None else first[0] - first[1]
+
+    def _thought(self, written: str, before: str, message: Message) -> int:
+        """Characters of `written` that are reasoning with its marks: up to the answer's text. 0 without reasoning."""
+        reasoning = message.get("reasoning_content", "").strip()
+        if not reasoning:
+            return 0
+        at = written.find(reasoning)
+        after = at + len(reasoning)
+        content = message["content"].strip()
+        if content:
+            begin = written.find(content, after)
+        else:  # a tool call or nothing follows: the closing mark is what ends the reasoning
+            end = self.marks[1].strip()
+            begin = written.find(end, after) + len(end) if end and end in written[after:] else after
+        if at < 0 or begin < 0:
+            raise RowError("the reasoning is not found in what the chat template renders, so it cannot be told from the answer")
+        return begin
+
+    # --- text ------------------------------------------------------------------------------------------------------------
+
+    def _render(self, messages: list[Message], tools: list[Any] | None, *, generate: bool, turn: int) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                self._for_template(messages), tools=tools or None, tokenize=False, add_generation_prompt=generate
+            )
+        except Exception as error:  # templates raise what they like
+            raise RowError(f"turn {turn}: the chat template refuses it ({type(error).__name__}: {error})") from None
+
+    def _render_blocks(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, blocks = render_jinja_template(
+                [self._for_template(messages)],
+                tools=tools or None,
+                chat_template=self.tokenizer.get_chat_template(tools=tools or None),
+                return_assistant_tokens_mask=True,
+                add_generation_prompt=False,
+                **self.tokenizer.special_tokens_map,
+            )
+        except Exception as error:
+            raise RowError(f"the chat template refuses it ({type(error).__name__}: {error})") from None
+        return texts[0], blocks[0]
+
+    def _for_template(self, messages: list[Message]) -> list[Message]:
+        """Reasoning under every name that templates read, or marked in the content where the template reads none."""
+        rendered = []
+        for message in messages:
+            reasoning = message.get("reasoning_content")
+            if reasoning and self.reasoning_way == "content":
+                message = {**message, "content": self.marks[0] + reasoning + self.marks[1] + message["content"]}
+                del message["reasoning_content"]
+            elif reasoning:
+                message = {**message, "reasoning": reasoning, "thinking": reasoning}
+            rendered.append(message)
+        return rendered
+
+    def _find_reasoning_way(self) -> Literal["template", "content", "nobody"]:
+        thought, said = SENTINEL + "r", SENTINEL + "a"
+        self.reasoning_way = "template"
+        answer = {"role": "assistant", "content": said, "reasoning_content": thought}
+        try:
+            for way in ("template", "content"):
+                self.reasoning_way = way
+                text = self._render([{"role": "user", "content": "?"}, answer], None, generate=False, turn=1)
+                if -1 < text.find(thought) < text.find(said):
+                    return way  # type: ignore[return-value]
+        except RowError:
+            return "content"
+        return "nobody"
+
+    def _unstable(self, turn: int) -> str:
+        return (
+            f"turn {turn}: the chat template renders it otherwise once another turn follows, so the target never wrote it in "
+            "this place. Set generate.turns to split (a sample for each such answer) or last"
+        )
+
+    def _refuse_stops_inside(self, messages: list[Message], answers: list[int]) -> None:
+        for turn, i in enumerate(answers, 1):
+            texts = [messages[i]["content"], messages[i].get("reasoning_content", "")]
+            texts.append(json.dumps(messages[i].get("tool_calls", ""), ensure_ascii=False))
+            mark = next((stop for stop in self.stops for text in texts if stop in text), None)
+            if mark:
+                raise RowError(f"turn {turn}: the answer holds the end-of-turn mark {mark!r}, which would end it")
+
+    def _refuse_lost_reasoning(
+        self, messages: list[Message], wanted: list[int], text: str, answers: list[int], strict: bool
+    ) -> None:
+        for i in wanted if strict else wanted[-1:]:
+            reasoning = messages[i].get("reasoning_content", "").strip()
+            if reasoning and reasoning not in text:
+                turn = answers.index(i) + 1
+                raise RowError(f"turn {turn}: the chat template drops its reasoning. Set generate.turns to split, or drop it")
+
+    # --- tokens ----------------------------------------------------------------------------------------------------------
+
+    def _encode(self, text: str, spans: list[_Span]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of `text`, and the spans in tokens. Raises RowError when a tokenizer allows no such cut."""
+        edges = sorted({0, len(text), *(s.start for s in spans), *(s.end for s in spans)})
+        pieces = [self._ids(text[a:b]) for a, b in pairwise(edges)]
+        whole = self._ids(text)
+        ids = [i for piece in pieces for i in piece]
+        counts = [0]
+        for piece in pieces:
+            counts.append(counts[-1] + len(piece))
+        if ids != whole:
+            prefixes = [self._ids(text[:edge]) for edge in edges]
+            if all(whole[: len(prefix)] == prefix for prefix in prefixes):
+                ids, counts = whole, [len(prefix) for prefix in prefixes]
+            elif self._text(ids) != self._text(whole):
+                raise RowError("the tokenizer writes an answer otherwise alone than inside the conversation, so it has no mask")
+        where = dict(zip(edges, counts, strict=True))
+        return ids, [(where[s.start], where[s.end]) for s in spans]
+
+    def _tokens_before(self, ids: list[int], text: str, edge: int) -> int:
+        """How many of the ids of `text` lie wholly before a character; a token across it counts as after."""
+        count = min(len(ids), len(self._ids(text[:edge])))
+        while count and not text[:edge].startswith(self._text(ids[:count])):
+            count -= 1
+        return count
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+
+    def _text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def keep_reasoning(messages: list[Message], reasoning: Reasoning) -> list[Message]:
+    """With `last`, reasoning stays in the answers after the last user message; with `drop`, nowhere."""
+    first = len(messages)
+    if reasoning == "keep":
+        first = 0
+    elif reasoning == "last":
+        first = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=0)
+    return [
+        m if i >= first else {key: value for key, value in m.items() if key != "reasoning_content"}
+        for i, m in enumerate(messages)
+    ]
+
+
+def stop_ids(path: Path, tokenizer: Any) -> list[int]:
+    """Ids that end an answer, by the files of the target: generation_config.json, config.json and the tokenizer."""
+    found = {tokenizer.eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        if (path / name).is_file():
+            value = json.loads((path / name).read_text()).get("eos_token_id")
+            found |= set(value) if isinstance(value, list) else {value}
+    return sorted(i for i in found if i is not None)
+
+
+def injected_system(tokenizer: Any) -> str:
+    """The system text that the chat template writes when the messages have none; empty for most templates.
+
+    What stands before a first user message, less what stands before a later one and less special tokens.
+    """
+    asked, said = SENTINEL + "u", SENTINEL + "a"
+    user = {"role": "user", "content": asked}
+    later = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}, user]
+    try:
+        first = tokenizer.apply_chat_template([user], tokenize=False)
+        after = tokenizer.apply_chat_template(later, tokenize=False)
+    except Exception:  # a template that refuses so plain a talk says so for every row
+        return ""
+    if asked not in first or said not in after or asked not in after:
+        return ""
+    begin, between = first[: first.index(asked)], after[after.rindex(said) + len(said) : after.rindex(asked)]
+    same = 0
+    while same < min(len(begin), len(between)) and begin[-1 - same] == between[-1 - same]:
+        same += 1
+    rest = begin[: len(begin) - same]
+    for token in sorted(map(str, tokenizer.get_added_vocab()), key=len, reverse=True):
+        rest = rest.replace(token, "\n")
+    rest = "\n".join(line.strip() for line in rest.splitlines() if line.strip())
+    return rest if any(c.isalnum() for c in rest) else ""
