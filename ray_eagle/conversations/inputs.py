@@ -181,7 +181,9 @@ def _of_json(data: bytes, limit: int | None) -> Iterator[Chunk]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"prompts file: expected JSON, found {error}. A file with one object a line is .jsonl.") from None
+        raise InputError(
+            f"prompts file: expected JSON, found {error}. A file with one object a line is .jsonl."
+        ) from None
     if isinstance(value, dict):
         lists = [inner for inner in value.values() if isinstance(inner, list) and inner and isinstance(inner[0], dict)]
         value = lists[0] if len(lists) == 1 and "messages" not in value and "conversations" not in value else [value]

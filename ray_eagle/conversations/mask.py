@@ -14,15 +14,14 @@ import json
 import re
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 from ray_eagle.conversations.messages import Message, RowError
+from ray_eagle.conversations.template import SENTINEL, common_start
 
 Turns = Literal["all", "last", "split"]
 Reasoning = Literal["keep", "drop", "last"]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-SENTINEL = "sentinel7919"
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,10 @@ class Renderer:
         self.marks = marks
         self.stops = [text for text in (tokenizer.decode([i], skip_special_tokens=False) for i in stops) if text]
         self.has_blocks = bool(GENERATION.search(str(tokenizer.chat_template)))
-        self.reasoning_way = self._find_reasoning_way()
+        self.around_reasoning = marks
+        self.reasoning_way: Literal["template", "content", "nobody"] = "template"
         """Who writes reasoning: the `template`; the `content`, marked; or `nobody`: the template cuts it out of past answers."""
+        self._find_reasoning_way()
 
     def samples(
         self,
@@ -83,7 +84,9 @@ class Renderer:
         while left:
             prefix = keep_reasoning(messages[: left[-1] + 1], reasoning)
             known = [i for i in answers if i <= left[-1]]
-            sample, covered = self._sample(prefix, tools, left, known, supervise_reasoning, strict=False, source=messages)
+            sample, covered = self._sample(
+                prefix, tools, left, known, supervise_reasoning, strict=False, source=messages
+            )
             found.append(sample)
             left = [i for i in left if i not in covered]
         return found
@@ -130,54 +133,51 @@ class Renderer:
         self, messages: list[Message], tools: list[Any] | None, wanted: list[int], answers: list[int], strict: bool
     ) -> tuple[str, list[_Span], list[int]]:
         last = wanted[-1]
-        before = self._render(messages[:last], tools, generate=True, turn=answers.index(last) + 1)
-        written = self._written(messages, last, tools, before, answers.index(last) + 1)
-        full = before + written
+        whole = self._asked_and_written(messages, last, tools, answers.index(last) + 1)
+        full = "".join(whole)
         spans, covered = [], []
         for i in wanted:
             turn = answers.index(i) + 1
-            if i != last:
-                alone = messages[: i + 1]
-                before = self._render(alone[:-1], tools, generate=True, turn=turn)
-                try:
-                    written = self._written(alone, i, tools, before, turn)
-                except RowError:
-                    if strict:
-                        raise
-                    continue
+            try:
+                before, written = whole if i == last else self._asked_and_written(messages, i, tools, turn)
                 if not full.startswith(before + written):
-                    if not strict:
-                        continue
                     raise RowError(self._unstable(turn))
+            except RowError:
+                if strict:
+                    raise
+                continue  # it ends a sample of its own
             start, end = len(before), len(before) + len(written)
             if not any(written.endswith(stop) for stop in self.stops):  # then the next turn's mark may end this one
                 end += next((len(stop) for stop in self.stops if full.startswith(stop, end)), 0)
-            spans.append(_Span(start, end, start + self._thought(written, before, messages[i])))
+            spans.append(_Span(start, end, start + self._thought(written, messages[i])))
             covered.append(i)
         return full, spans, covered
 
-    def _written(self, messages: list[Message], i: int, tools: list[Any] | None, before: str, turn: int) -> str:
-        """What the target writes after `before` to say message i, which is the last of `messages[: i + 1]`."""
+    def _asked_and_written(
+        self, messages: list[Message], i: int, tools: list[Any] | None, turn: int
+    ) -> tuple[str, str]:
+        """What the target is fed to say message i, nothing after it being known yet, and what it then writes."""
         message = messages[i]
+        before = self._render(messages[:i], tools, generate=True, turn=turn)
         reasoning = message.get("reasoning_content", "")
         if reasoning and self.reasoning_way == "nobody":
             plain = {key: value for key, value in message.items() if key != "reasoning_content"}
             rendered = self._render([*messages[:i], plain], tools, generate=False, turn=turn)
-            content = message["content"].strip()
-            if not content or rendered.rfind(content) < 0:
-                raise RowError(f"turn {turn}: the chat template does not render the answer's text, so its end is not known")
-            tail = self._cut(rendered[rendered.rfind(content) + len(content) :])
+            marked = self._render([*messages[:i], {**plain, "content": SENTINEL}], tools, generate=False, turn=turn)
+            place = marked.rfind(SENTINEL)
+            if place < 0 or rendered[:place] != marked[:place]:
+                raise RowError(f"turn {turn}: it is not known where the chat template puts the answer's text")
             begin, end = self.marks
             if before.rstrip().endswith(begin.strip()):  # the generation prompt has begun it
                 begin = ""
-            return begin + reasoning + end + content + tail
+            return before, begin + reasoning + end + self._cut(rendered[place:])
         answered = self._render(messages[: i + 1], tools, generate=False, turn=turn)
         if not answered.startswith(before):
             raise RowError(
                 f"turn {turn}: the chat template renders the answer otherwise than after its generation prompt, so what the "
                 f"target writes is not known (expected {before[-30:]!r} before it)"
             )
-        return self._cut(answered[len(before) :])
+        return before, self._cut(answered[len(before) :])
 
     def _by_blocks(
         self, messages: list[Message], tools: list[Any] | None, wanted: list[int], answers: list[int]
@@ -199,10 +199,12 @@ class Renderer:
             elif text.startswith(before):
                 spans = [span for span in spans if span.end > len(before)]
             else:
-                raise RowError(f"turn {len(answers)}: it is not known which of the template's marks are the last turn's")
+                raise RowError(
+                    f"turn {len(answers)}: it is not known which of the template's marks are the last turn's"
+                )
         if len(spans) == len(wanted):
             spans = [
-                _Span(s.start, s.end, s.start + self._thought(text[s.start : s.end], text[: s.start], messages[i]))
+                _Span(s.start, s.end, s.start + self._thought(text[s.start : s.end], messages[i]))
                 for s, i in zip(spans, wanted, strict=True)
             ]
         return text, spans
@@ -218,22 +220,20 @@ class Renderer:
         first = min(((at, -length) for at, length in found if at >= 0), default=None)
         return None if first is None else first[0] - first[1]
 
-    def _thought(self, written: str, before: str, message: Message) -> int:
+    def _thought(self, written: str, message: Message) -> int:
         """Characters of `written` that are reasoning with its marks: up to the answer's text. 0 without reasoning."""
         reasoning = message.get("reasoning_content", "").strip()
         if not reasoning:
             return 0
-        at = written.find(reasoning)
+        begin, end = self.around_reasoning
+        at = written.find(reasoning, len(begin.rstrip()) if written.startswith(begin.rstrip()) else 0)
+        if at < 0:
+            raise RowError(
+                "the reasoning is not found in what the chat template renders, so it cannot be told from the answer"
+            )
         after = at + len(reasoning)
-        content = message["content"].strip()
-        if content:
-            begin = written.find(content, after)
-        else:  # a tool call or nothing follows: the closing mark is what ends the reasoning
-            end = self.marks[1].strip()
-            begin = written.find(end, after) + len(end) if end and end in written[after:] else after
-        if at < 0 or begin < 0:
-            raise RowError("the reasoning is not found in what the chat template renders, so it cannot be told from the answer")
-        return begin
+        after += len(written) - after - len(written[after:].lstrip())
+        return after + common_start(written[after:], end.lstrip())
 
     # --- text ------------------------------------------------------------------------------------------------------------
 
@@ -274,19 +274,27 @@ class Renderer:
             rendered.append(message)
         return rendered
 
-    def _find_reasoning_way(self) -> Literal["template", "content", "nobody"]:
+    def _find_reasoning_way(self) -> None:
         thought, said = SENTINEL + "r", SENTINEL + "a"
-        self.reasoning_way = "template"
-        answer = {"role": "assistant", "content": said, "reasoning_content": thought}
+        user, answer = (
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": said, "reasoning_content": thought},
+        )
+        ways: tuple[Literal["template", "content"], ...] = ("template", "content")
         try:
-            for way in ("template", "content"):
-                self.reasoning_way = way
-                text = self._render([{"role": "user", "content": "?"}, answer], None, generate=False, turn=1)
+            asked = self._render([user], None, generate=True, turn=1)
+            for self.reasoning_way in ways:
+                text = self._render([user, answer], None, generate=False, turn=1)
                 if -1 < text.find(thought) < text.find(said):
-                    return way  # type: ignore[return-value]
-        except RowError:
-            return "content"
-        return "nobody"
+                    if self.reasoning_way == "template":
+                        begin = text[: text.find(thought)]
+                        end = text[text.find(thought) + len(thought) : text.find(said)]
+                        self.around_reasoning = (begin.removeprefix(asked) if begin.startswith(asked) else "", end)
+                    return
+        except RowError:  # said again, with the turn, for every row
+            self.reasoning_way = "content"
+            return
+        self.reasoning_way = "nobody"
 
     def _unstable(self, turn: int) -> str:
         return (
@@ -309,7 +317,9 @@ class Renderer:
             reasoning = messages[i].get("reasoning_content", "").strip()
             if reasoning and reasoning not in text:
                 turn = answers.index(i) + 1
-                raise RowError(f"turn {turn}: the chat template drops its reasoning. Set generate.turns to split, or drop it")
+                raise RowError(
+                    f"turn {turn}: the chat template drops its reasoning. Set generate.turns to split, or drop it"
+                )
 
     # --- tokens ----------------------------------------------------------------------------------------------------------
 
@@ -327,7 +337,9 @@ class Renderer:
             if all(whole[: len(prefix)] == prefix for prefix in prefixes):
                 ids, counts = whole, [len(prefix) for prefix in prefixes]
             elif self._text(ids) != self._text(whole):
-                raise RowError("the tokenizer writes an answer otherwise alone than inside the conversation, so it has no mask")
+                raise RowError(
+                    "the tokenizer writes an answer otherwise alone than inside the conversation, so it has no mask"
+                )
         where = dict(zip(edges, counts, strict=True))
         return ids, [(where[s.start], where[s.end]) for s in spans]
 
@@ -356,39 +368,3 @@ def keep_reasoning(messages: list[Message], reasoning: Reasoning) -> list[Messag
         m if i >= first else {key: value for key, value in m.items() if key != "reasoning_content"}
         for i, m in enumerate(messages)
     ]
-
-
-def stop_ids(path: Path, tokenizer: Any) -> list[int]:
-    """Ids that end an answer, by the files of the target: generation_config.json, config.json and the tokenizer."""
-    found = {tokenizer.eos_token_id}
-    for name in ("generation_config.json", "config.json"):
-        if (path / name).is_file():
-            value = json.loads((path / name).read_text()).get("eos_token_id")
-            found |= set(value) if isinstance(value, list) else {value}
-    return sorted(i for i in found if i is not None)
-
-
-def injected_system(tokenizer: Any) -> str:
-    """The system text that the chat template writes when the messages have none; empty for most templates.
-
-    What stands before a first user message, less what stands before a later one and less special tokens.
-    """
-    asked, said = SENTINEL + "u", SENTINEL + "a"
-    user = {"role": "user", "content": asked}
-    later = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}, user]
-    try:
-        first = tokenizer.apply_chat_template([user], tokenize=False)
-        after = tokenizer.apply_chat_template(later, tokenize=False)
-    except Exception:  # a template that refuses so plain a talk says so for every row
-        return ""
-    if asked not in first or said not in after or asked not in after:
-        return ""
-    begin, between = first[: first.index(asked)], after[after.rindex(said) + len(said) : after.rindex(asked)]
-    same = 0
-    while same < min(len(begin), len(between)) and begin[-1 - same] == between[-1 - same]:
-        same += 1
-    rest = begin[: len(begin) - same]
-    for token in sorted(map(str, tokenizer.get_added_vocab()), key=len, reverse=True):
-        rest = rest.replace(token, "\n")
-    rest = "\n".join(line.strip() for line in rest.splitlines() if line.strip())
-    return rest if any(c.isalnum() for c in rest) else ""
