@@ -15,7 +15,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 INJECTING = (
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}" + CHATML
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    + CHATML
 )
 LLAMA3 = (
     "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}"
@@ -101,7 +102,17 @@ STYLES = {
     "qwen3": Style(QWEN3, (*IM, "<think>", "</think>", "<tool_call>", "</tool_call>"), ("<|im_end|>",)),
     "deepseek-r1": Style(
         DEEPSEEK_R1,
-        ("<|bos|>", "<|eos|>", "<|User|>", "<|Assistant|>", "<think>", "</think>", "<|tool_call|>", "<|tool_out|>", "<|/tool_out|>"),
+        (
+            "<|bos|>",
+            "<|eos|>",
+            "<|User|>",
+            "<|Assistant|>",
+            "<think>",
+            "</think>",
+            "<|tool_call|>",
+            "<|tool_out|>",
+            "<|/tool_out|>",
+        ),
         ("<|eos|>",),
     ),
     "kimi": Style(
@@ -128,7 +139,17 @@ STYLES = {
     ),
     "glm": Style(
         GLM,
-        ("[gMASK]", "<sop>", "<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", "<think>", "</think>"),
+        (
+            "[gMASK]",
+            "<sop>",
+            "<|endoftext|>",
+            "<|user|>",
+            "<|assistant|>",
+            "<|observation|>",
+            "<|system|>",
+            "<think>",
+            "</think>",
+        ),
         ("<|endoftext|>", "<|user|>", "<|observation|>"),
     ),
 }
@@ -138,7 +159,17 @@ def make_tokenizer(template: str, specials: tuple[str, ...], eos: str) -> PreTra
     """Bytes, with merges of line ends, blanks and letters, so that texts cut elsewhere give other ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     n, blank = "\u010a", "\u0120"  # how ByteLevel writes a line end and a blank
-    merges = [(n, n), (n + n, n), (blank, "t"), ("t", "h"), ("h", "e"), (blank, blank), (n, blank), (">", n), ("i", "s")]
+    merges = [
+        (n, n),
+        (n + n, n),
+        (blank, "t"),
+        ("t", "h"),
+        ("h", "e"),
+        (blank, blank),
+        (n, blank),
+        (">", n),
+        ("i", "s"),
+    ]
     vocab = {token: i for i, token in enumerate([*alphabet, *dict.fromkeys(a + b for a, b in merges)])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

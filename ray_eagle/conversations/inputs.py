@@ -5,6 +5,7 @@ holds depends on the file alone. Row numbers count from 1; in a text or JSONL fi
 """
 
 import hashlib
+import importlib
 import itertools
 import json
 from collections.abc import Iterator
@@ -232,7 +233,7 @@ def _of_batches(batches: Iterator[pa.RecordBatch], limit: int | None) -> Iterato
 def _hub_rows(source: str) -> Iterator[Any]:
     name, _, split = source.removeprefix("hub:").removeprefix("//").partition(":")
     try:
-        from datasets import load_dataset
+        load_dataset = importlib.import_module("datasets").load_dataset
     except ImportError:
         raise InputError(
             f"prompts {source}: datasets of the hub need the package datasets, which is not installed. pip install datasets, or "

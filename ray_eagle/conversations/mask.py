@@ -183,7 +183,7 @@ class Renderer:
         self, messages: list[Message], tools: list[Any] | None, wanted: list[int], answers: list[int]
     ) -> tuple[str, list[_Span]]:
         text, blocks = self._render_blocks(messages, tools)
-        spans = []
+        spans: list[_Span] = []
         for start, end in blocks:
             stop = self._first_stop(text, start, end)
             if stop is not None:

@@ -98,6 +98,14 @@ def read_row(raw: Any, shape: Shape, marks: tuple[str, str]) -> Row:
         raw = {"text": raw}
     messages = [_checked(message, marks) for message in _READERS[shape](raw)]
     tools = _tools(raw)
+    try:
+        json.dumps(
+            [messages, tools, [raw.get(key) for key in IDS if isinstance(raw.get(key), str)]], ensure_ascii=False
+        ).encode()
+    except UnicodeEncodeError:
+        raise RowError("the text holds half a character (a lone surrogate)") from None
+    except (TypeError, ValueError) as error:
+        raise RowError(f"it holds a value that JSON does not know ({error})") from None
     first = next((m for m in messages if m["role"] not in ("system", "developer")), None)
     if first is None:
         raise RowError("no message of a user")
@@ -107,13 +115,13 @@ def read_row(raw: Any, shape: Shape, marks: tuple[str, str]) -> Row:
         raise RowError("the user's messages are empty")
     found = next((raw[key] for key in IDS if isinstance(raw.get(key), str | int) and raw[key] != ""), None)
     name = str(found) if found is not None else content_id(messages, tools)
-    return Row(name, str(raw.get("category") or "none"), messages, tools)
+    return Row(name, str(raw.get("category") or "none").encode(errors="replace").decode(), messages, tools)
 
 
 def content_id(messages: list[Message], tools: list[Any]) -> str:
     """16 hex digits of the BLAKE2 hash of the content."""
     text = json.dumps([messages, tools], sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _messages(raw: dict[str, Any]) -> list[Message]:

@@ -15,6 +15,8 @@ from ray_eagle.errors import InputError
 __all__ = ["BUILTIN", "Prompt", "Split", "load_prompts", "read_prompts"]
 
 Split = Literal["train", "validation", "held_out"]
+SHINGLE = 5
+"""Characters of an n-gram by which texts are compared."""
 
 
 @dataclass(frozen=True)
@@ -147,13 +149,7 @@ def split_prompts(
 
     A held-out prompt whose text is close to that of any prompt outside the held-out set is trained on instead.
     """
-    split: list[Prompt] = []
-    for prompt in prompts:
-        place = int.from_bytes(hashlib.blake2b(prompt.id.encode(), digest_size=8).digest(), "little") / 2**64
-        kind: Split = "held_out" if place < held_out_share else "train"
-        if held_out_share <= place < held_out_share + validation_share:
-            kind = "validation"
-        split.append(replace(prompt, split=kind))
+    split = [replace(p, split=hashed_split(p.id, held_out_share, validation_share)) for p in prompts]
     texts = [shingles(" ".join(p.turns)) for p in split]
     trained = [text for p, text in zip(split, texts, strict=True) if p.split != "held_out"]
     while trained:  # what is moved may be close to another held-out prompt in its turn
@@ -165,7 +161,15 @@ def split_prompts(
     return split
 
 
-def shingles(text: str, size: int = 5) -> frozenset[str]:
+def hashed_split(name: str, held_out_share: float, validation_share: float) -> Split:
+    """By the hash of the id alone."""
+    place = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") / 2**64
+    if place < held_out_share:
+        return "held_out"
+    return "validation" if place < held_out_share + validation_share else "train"
+
+
+def shingles(text: str, size: int = SHINGLE) -> frozenset[str]:
     """The set of character n-grams of the case-folded text with single spaces."""
     folded = " ".join(text.casefold().split())
     return frozenset(folded[i : i + size] for i in range(max(1, len(folded) - size + 1)))
