@@ -80,7 +80,7 @@ def stats(conversations: Iterable[Conversation], marks: tuple[str, str]) -> Conv
         counts["category"][c.category] += 1
         counts["finish"].update(c.finish_reasons)
         counts["mask"][c.mask] += 1
-        content = xxhash.xxh3_128_digest(repr((c.input_ids, c.supervised)))
+        content = xxhash.xxh3_128_digest(repr((c.input_ids, c.supervised)).encode())
         duplicates += content in seen
         seen.add(content)
         said = [message for message in c.messages if message["role"] == "assistant"]

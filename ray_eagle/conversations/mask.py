@@ -110,7 +110,6 @@ class Renderer:
         else:
             method = "rendering"
             text, spans, covered = self._by_rendering(messages, tools, wanted, answers, strict)
-        self._refuse_lost_reasoning(messages, wanted, text, answers, strict)
         if not spans:
             raise RowError("no supervised token: the chat template marks nothing that the assistant wrote")
         text = text[: spans[-1].end]
@@ -149,7 +148,7 @@ class Renderer:
             start, end = len(before), len(before) + len(written)
             if not any(written.endswith(stop) for stop in self.stops):  # then the next turn's mark may end this one
                 end += next((len(stop) for stop in self.stops if full.startswith(stop, end)), 0)
-            spans.append(_Span(start, end, start + self._thought(written, messages[i])))
+            spans.append(_Span(start, end, start + self._thought(written, messages[i], turn)))
             covered.append(i)
         return full, spans, covered
 
@@ -173,6 +172,9 @@ class Renderer:
             return before, begin + reasoning + end + self._cut(rendered[place:])
         answered = self._render(messages[: i + 1], tools, generate=False, turn=turn)
         if not answered.startswith(before):
+            begin = self.marks[0].strip()
+            if begin and before.rstrip().endswith(begin) and not reasoning:
+                raise RowError(f"turn {turn}: the generation prompt begins to reason, and this answer has no reasoning")
             raise RowError(
                 f"turn {turn}: the chat template renders the answer otherwise than after its generation prompt, so what the "
                 f"target writes is not known (expected {before[-30:]!r} before it)"
@@ -202,11 +204,14 @@ class Renderer:
                 raise RowError(
                     f"turn {len(answers)}: it is not known which of the template's marks are the last turn's"
                 )
+        thoughts = [0] * len(spans)
         if len(spans) == len(wanted):
-            spans = [
-                _Span(s.start, s.end, s.start + self._thought(text[s.start : s.end], messages[i]))
-                for s, i in zip(spans, wanted, strict=True)
-            ]
+            of_spans = zip(spans, wanted, strict=True)
+            thoughts = [self._thought(text[s.start : s.end], messages[i], answers.index(i) + 1) for s, i in of_spans]
+        else:  # several marks an answer, or none: reasoning can be seen to be there, but not taken out
+            for i in wanted:
+                self._thought(text, messages[i], answers.index(i) + 1)
+        spans = [_Span(span.start, span.end, span.start + n) for span, n in zip(spans, thoughts, strict=True)]
         return text, spans
 
     def _cut(self, text: str) -> str:
@@ -220,7 +225,7 @@ class Renderer:
         first = min(((at, -length) for at, length in found if at >= 0), default=None)
         return None if first is None else first[0] - first[1]
 
-    def _thought(self, written: str, message: Message) -> int:
+    def _thought(self, written: str, message: Message, turn: int) -> int:
         """Characters of `written` that are reasoning with its marks: up to the answer's text. 0 without reasoning."""
         reasoning = message.get("reasoning_content", "").strip()
         if not reasoning:
@@ -229,7 +234,7 @@ class Renderer:
         at = written.find(reasoning, len(begin.rstrip()) if written.startswith(begin.rstrip()) else 0)
         if at < 0:
             raise RowError(
-                "the reasoning is not found in what the chat template renders, so it cannot be told from the answer"
+                f"turn {turn}: the chat template drops its reasoning. Set generate.turns to split, or drop it"
             )
         after = at + len(reasoning)
         after += len(written) - after - len(written[after:].lstrip())
@@ -309,17 +314,6 @@ class Renderer:
             mark = next((stop for stop in self.stops for text in texts if stop in text), None)
             if mark:
                 raise RowError(f"turn {turn}: the answer holds the end-of-turn mark {mark!r}, which would end it")
-
-    def _refuse_lost_reasoning(
-        self, messages: list[Message], wanted: list[int], text: str, answers: list[int], strict: bool
-    ) -> None:
-        for i in wanted if strict else wanted[-1:]:
-            reasoning = messages[i].get("reasoning_content", "").strip()
-            if reasoning and reasoning not in text:
-                turn = answers.index(i) + 1
-                raise RowError(
-                    f"turn {turn}: the chat template drops its reasoning. Set generate.turns to split, or drop it"
-                )
 
     # --- tokens ----------------------------------------------------------------------------------------------------------
 
