@@ -222,6 +222,12 @@ def test_before_an_answer_stand_the_ids_that_a_server_would_feed_and_after_it_th
     samples = renderer.samples(talk, turns="split")
     assert sum(len(s.supervised) for s in samples) == len(answers)  # each answer is learnt from once
     assert [s.turn for s in samples] == sorted({s.turn for s in samples}, reverse=True)
+    if style in STABLE:
+        for i, (start, _) in zip(answers, samples[0].supervised, strict=True):
+            fed = tokenizer.apply_chat_template(
+                renderer._for_template(talk[:i]), tokenize=False, add_generation_prompt=True
+            )
+            assert samples[0].input_ids[:start] == tokenizer(fed, add_special_tokens=False)["input_ids"]
     for sample in samples:
         end = answers[sample.turn - 1]
         fed = tokenizer.apply_chat_template(
@@ -363,7 +369,7 @@ def test_what_a_template_raises_is_the_reason() -> None:
 def test_a_generation_prompt_that_answers_do_not_have_is_refused() -> None:
     template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think></think>{% endif %}")
     tokenizer = make_tokenizer(template, IM, "<|im_end|>")
-    with pytest.raises(RowError, match="turn 1: .* otherwise than after its generation prompt"):
+    with pytest.raises(RowError, match=r"turn 1: .* otherwise than after its generation prompt"):
         Renderer(tokenizer, [tokenizer.eos_token_id], MARKS).samples(PLAIN[:3], reasoning="drop")
 
 
