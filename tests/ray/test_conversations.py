@@ -27,7 +27,7 @@ MARKS = ("<think>\n", "\n</think>\n\n")
 def write_talks(path: Path, count: int, seed: int = 0) -> list[int]:
     """Conversations, many near another, some broken; returns the numbers of the rows."""
     rng = random.Random(seed)
-    words = "boat rain prime clock bread salt moon map river stone lamp seven".split()
+    words = ["boat", "rain", "prime", "clock", "bread", "salt", "moon", "map", "river", "stone", "lamp", "seven"]
     asked = [" ".join(rng.choices(words, k=8)) for _ in range(count // 3)]
     lines = []
     for i in range(count):
@@ -158,7 +158,7 @@ def test_a_system_text_of_the_templates_own_is_told_or_refused(tmp_path: Path) -
     assert texts["without"].startswith("<|system|>Obey the eagle.<|end|>\n<|user|>a")
     assert texts["with"].startswith("<|system|>Be you.<|end|>\n<|user|>a")
     refusing = tiny_config(tmp_path / "other", target, generate=settings | {"template_system": "refuse"})
-    with pytest.raises(InputError, match="no system text that nobody asked for, found 'Obey the eagle.'"):
+    with pytest.raises(InputError, match=r"no system text that nobody asked for, found 'Obey the eagle.'"):
         pipeline(refusing).stage("generate")
 
 
