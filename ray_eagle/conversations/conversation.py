@@ -1,7 +1,7 @@
 """One conversation: messages beside the exact token ids, and which of those the assistant wrote."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ray_eagle.conversations.prompts import Split
@@ -40,7 +40,8 @@ class Conversation:
         return sum(end - start for start, end in self.supervised)
 
     def to_row(self) -> dict[str, Any]:
-        return asdict(self)
+        """Its fields by name, not copied (`asdict` would copy each id)."""
+        return dict(vars(self))
 
 
 def part_name(batch: int) -> str:
