@@ -156,7 +156,10 @@ def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progr
 
 
 def check_template_system(tokenizer: Any, settings: GenerateConfig, progress: Progress) -> str:
-    """The system text that the chat template writes unasked. Raises InputError when the settings refuse it."""
+    """The system text that the chat template writes unasked; tells of it, and of a date that it writes.
+
+    Raises InputError when the settings refuse it.
+    """
     system = injected_system(tokenizer)
     shown = " ".join(system.split())[:80]
     if system and settings.template_system == "refuse":
@@ -168,6 +171,11 @@ def check_template_system(tokenizer: Any, settings: GenerateConfig, progress: Pr
         progress.say(
             f"generate: the chat template writes a system text of its own ({shown!r}) where a row has none. It is kept: a "
             "server that renders this template writes it too."
+        )
+    if "strftime_now" in str(tokenizer.chat_template):
+        progress.say(
+            "generate: warning: the chat template writes the date of the day. Conversations rendered on another day begin "
+            "otherwise: finish this stage on one day, or give every row a system message that states a date, if that replaces it."
         )
     return system
 
