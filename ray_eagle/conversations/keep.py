@@ -21,7 +21,7 @@ from ray_eagle.conversations.messages import RowError, Shape
 from ray_eagle.conversations.prompts import Split, hashed_split, refuse_all, usable_row
 from ray_eagle.conversations.similarity import HashIndex, close_to_trained, hashed_shingles
 from ray_eagle.conversations.template import stop_ids
-from ray_eagle.errors import EagleError, InputError
+from ray_eagle.errors import EagleError, WorkerError
 from ray_eagle.progress import Progress, Rate
 from ray_eagle.run import Folder
 from ray_eagle.target.loading import TargetFacts, load_tokenizer
@@ -225,30 +225,33 @@ def _renderer(target: TargetConfig, facts: TargetFacts, settings: GenerateConfig
 def _in_order(function: Any, items: Iterator[tuple[Any, ...]], cpus: float, *others: Any) -> Iterator[Any]:
     """`function(*item, *others)` as Ray tasks, a bounded number at a time, the results in the order of the items.
 
-    Raises an EagleError of a task as it is.
+    Raises an EagleError of a task as it is, and WorkerError for any other failure.
     """
     import ray
-    from ray.exceptions import RayTaskError
+    from ray.exceptions import RayError
 
     task = ray.remote(function).options(num_cpus=cpus)
     shared = [other if isinstance(other, ray.ObjectRef) else ray.put(other) for other in others]
     at_once = min(IN_FLIGHT, 2 * max(1, int(ray.cluster_resources().get("CPU", 1) / cpus)))
     running: deque[Any] = deque()
-
-    def first() -> Any:
-        try:
-            return ray.get(running.popleft())
-        except RayTaskError as error:
-            if isinstance(error.cause, EagleError):
-                raise error.cause from None
-            raise InputError(f"generate: a task failed: {error}") from error
-
-    for item in items:
-        running.append(task.remote(*item, *shared))
-        if len(running) >= at_once:
-            yield first()
-    while running:
-        yield first()
+    try:
+        for item in items:
+            running.append(task.remote(*item, *shared))
+            if len(running) >= at_once:
+                yield ray.get(running.popleft())
+        while running:
+            yield ray.get(running.popleft())
+    except RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, EagleError):
+            raise cause from None
+        raise WorkerError(
+            f"generate: a Ray task over rows failed ({' '.join(str(error).split())[:500]}). What was committed is kept: run it "
+            "again, with more generate.cpus a task if memory ran out."
+        ) from error
+    finally:
+        for reference in running:
+            ray.cancel(reference)
 
 
 def _rejected_name(chunk: int) -> str:

@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 from ray_eagle.cli import app
 from ray_eagle.conversations import inputs
 from ray_eagle.conversations.conversation import read_conversations
-from ray_eagle.conversations.keep import tokenise_chunk
+from ray_eagle.conversations.keep import _in_order, tokenise_chunk
 from ray_eagle.conversations.look import pieces, stats
 from ray_eagle.conversations.prompts import load_rows
-from ray_eagle.errors import InputError
+from ray_eagle.errors import InputError, WorkerError
+from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.stages import Pipeline
 from ray_eagle.target.loading import load_tokenizer, read_facts
 from tests.ray.pipeline import Watch, pipeline, tiny_config
@@ -96,6 +97,30 @@ def test_every_row_is_kept_or_rejected_in_order_and_equals_one_process_alone(kep
     assert [{**c.to_row(), "split": ""} for c in conversations] == [
         {**first[c.source_id], "split": ""} for c in conversations
     ]
+
+
+def test_what_is_kept_is_captured_as_it_is(kept: tuple[Pipeline, list[int]]) -> None:
+    run, _ = kept
+    run.stage("generate")
+    run.stage("extract")
+    wanted = {c.source_id: c for c in read_conversations(run.run.of("generate")) if c.split == "train"}
+    states = HiddenStates(run.run.of("extract"), "train")
+    assert len(states) == len(wanted) > 50
+    for i in range(len(states)):
+        sample = states[i]
+        assert sample.input_ids.tolist() == wanted[sample.source_id].input_ids
+        assert sample.loss_mask.tolist() == wanted[sample.source_id].loss_mask
+
+
+def test_a_task_that_fails_otherwise_is_explained(
+    kept: tuple[Pipeline, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(chunk: inputs.Chunk) -> None:
+        raise ZeroDivisionError(f"in chunk {chunk.index}")
+
+    chunks = ((chunk,) for chunk in inputs.read_chunks(kept[0].config.generate.prompts))
+    with pytest.raises(WorkerError, match=r"a Ray task over rows failed \(.*in chunk 0"):
+        list(_in_order(broken, chunks, 1))
 
 
 class Stop(Exception):
