@@ -59,7 +59,10 @@ class Renderer:
         self.around_reasoning = marks
         self.reasoning_way: Literal["template", "content", "nobody"] = "template"
         """Who writes reasoning: the `template`; the `content`, marked; or `nobody`: the template cuts it out of past answers."""
+        self.beside_calls: str | None = ""
+        """Content of a message that only calls tools: some templates write calls only where there is none."""
         self._find_reasoning_way()
+        self._find_beside_calls()
 
     def samples(
         self,
@@ -208,7 +211,7 @@ class Renderer:
         if len(spans) == len(wanted):
             of_spans = zip(spans, wanted, strict=True)
             thoughts = [self._thought(text[s.start : s.end], messages[i], answers.index(i) + 1) for s, i in of_spans]
-        else:  # several marks an answer, or none: reasoning can be seen to be there, but not taken out
+        elif spans:  # several marks an answer: reasoning can be seen to be there, but not taken out
             for i in wanted:
                 self._thought(text, messages[i], answers.index(i) + 1)
         spans = [_Span(span.start, span.end, span.start + n) for span, n in zip(spans, thoughts, strict=True)]
@@ -226,8 +229,18 @@ class Renderer:
         return None if first is None else first[0] - first[1]
 
     def _thought(self, written: str, message: Message, turn: int) -> int:
-        """Characters of `written` that are reasoning with its marks: up to the answer's text. 0 without reasoning."""
+        """Characters of `written` that are reasoning with its marks: up to the answer's text. 0 without reasoning.
+
+        Raises RowError when the template left out a part of the answer.
+        """
         reasoning = message.get("reasoning_content", "").strip()
+        names = [call["function"]["name"] for call in message.get("tool_calls", [])]
+        if not all(name in written for name in names):
+            raise RowError(
+                f"turn {turn}: the chat template drops its tool call. Give the row its tools, or leave it out"
+            )
+        if message["content"].strip() not in written:
+            raise RowError(f"turn {turn}: the chat template drops or changes the answer's text")
         if not reasoning:
             return 0
         begin, end = self.around_reasoning
@@ -276,6 +289,8 @@ class Renderer:
                 del message["reasoning_content"]
             elif reasoning:
                 message = {**message, "reasoning": reasoning, "thinking": reasoning}
+            if message.get("tool_calls") and not message["content"]:
+                message = {**message, "content": self.beside_calls}
             rendered.append(message)
         return rendered
 
@@ -300,6 +315,20 @@ class Renderer:
             self.reasoning_way = "content"
             return
         self.reasoning_way = "nobody"
+
+    def _find_beside_calls(self) -> None:
+        call = {"type": "function", "function": {"name": SENTINEL, "arguments": {}}}
+        talk: list[Message] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        for self.beside_calls in ("", None):
+            try:
+                if SENTINEL in self._render(talk, None, generate=False, turn=1):
+                    return
+            except RowError:  # with tools alone, or never
+                continue
+        self.beside_calls = ""
 
     def _unstable(self, turn: int) -> str:
         return (

@@ -112,9 +112,7 @@ def test_what_is_kept_is_captured_as_it_is(kept: tuple[Pipeline, list[int]]) -> 
         assert sample.loss_mask.tolist() == wanted[sample.source_id].loss_mask
 
 
-def test_a_task_that_fails_otherwise_is_explained(
-    kept: tuple[Pipeline, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_fails_otherwise_is_explained(kept: tuple[Pipeline, list[int]]) -> None:
     def broken(chunk: inputs.Chunk) -> None:
         raise ZeroDivisionError(f"in chunk {chunk.index}")
 
