@@ -1,7 +1,7 @@
 """Stage `generate` with `answers: keep`: whole conversations become token ids with a mask, in Ray tasks over chunks of rows.
 
 The driver reads the input three times, chunk by chunk, and never holds it: to number the rows and find repeated ids, to find
-held-out rows close to trained ones, and to tokenise. It keeps about 100 bytes a row, and 12 a character of what users say in
+held-out rows close to trained ones, and to tokenise. It keeps about 100 bytes a row, and 16 a character of what users say in
 held-out rows. Chunk N becomes part-N, written in order; a killed run makes the missing parts, the same bytes.
 """
 
