@@ -51,6 +51,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+conversations_app = typer.Typer(help="Look at the conversations of a run.", no_args_is_help=True)
+app.add_typer(conversations_app, name="conversations")
 
 ConfigFile = Annotated[str | None, typer.Option("-c", "--config", help="YAML file with settings.")]
 Preset = Annotated[str | None, typer.Option(help="Preset to start from (smollm2-cpu, kimi-k2.5).")]
@@ -209,6 +211,50 @@ def config_show(
             table.add_row(key, shown, origin, style=None if origin == "default" else "bold")
         console = Console()
         console.print(table) if console.is_terminal else Console(width=200).print(table)
+
+
+@conversations_app.command(
+    "show",
+    help="Print conversations, supervised tokens coloured, special tokens visible.",
+    context_settings=ANY_SETTING,
+)
+def conversations_show(
+    context: typer.Context,
+    config: ConfigFile = None,
+    preset: Preset = None,
+    number: Annotated[int, typer.Option("-n", "--number", min=1, help="How many.")] = 3,
+    only: Annotated[str | None, typer.Option("--id", help="Only the one with this id.")] = None,
+    split: Annotated[str | None, typer.Option(help="Only of train, validation or held_out.")] = None,
+    ids: Annotated[bool, typer.Option("--ids", help="Token by token, each with its id.")] = False,
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    with _explained(debug):
+        loaded = load_config(config, preset, list(context.args)).config
+        from ray_eagle.cli_conversations import print_conversations
+
+        _quiet()
+        print_conversations(loaded, Console(), number=number, only=only, split=split, ids=ids, json_output=json_output)
+
+
+@conversations_app.command(
+    "stats",
+    help="Lengths, supervised share, categories, finish reasons, reasoning, duplicates.",
+    context_settings=ANY_SETTING,
+)
+def conversations_stats(
+    context: typer.Context,
+    config: ConfigFile = None,
+    preset: Preset = None,
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    with _explained(debug):
+        loaded = load_config(config, preset, list(context.args)).config
+        from ray_eagle.cli_conversations import print_stats
+
+        _quiet()
+        print_stats(loaded, Console(), json_output=json_output)
 
 
 def _run_stage(

@@ -16,6 +16,11 @@ def _expand(path: str | None) -> str | None:
     return str(Path(path).expanduser()) if path and "://" not in path else path
 
 
+def _hub_as_uri(source: str) -> str:
+    """`hub:NAME` as `hub://NAME`, which nobody takes for a path."""
+    return f"hub://{source[4:]}" if source.startswith("hub:") and not source.startswith("hub://") else source
+
+
 class Section(BaseModel):
     """A group of settings: frozen, no unknown keys, the docstring under a field is its documentation."""
 
@@ -64,10 +69,24 @@ class ActorConfig(Section):
 class GenerateConfig(ActorConfig):
     """Let the target write the answers that the drafter will learn from."""
 
-    prompts: str = "builtin"
-    """JSONL file of prompts (`{"id", "category", "turns": [...]}` a line), or `builtin`: the set that ships here."""
+    prompts: Annotated[str, AfterValidator(_hub_as_uri)] = "builtin"
+    """File of prompts or whole conversations (JSONL, JSON, Parquet, Arrow, text), `hub:NAME[:SPLIT]`, or `builtin`."""
+    shape: Literal["auto", "messages", "sharegpt", "prompt", "turns", "text"] = "auto"
+    """How its rows are written. auto: by the first rows of the file."""
+    answers: Literal["regenerate", "keep"] = "regenerate"
+    """Let the target answer, or keep the answers of the file. What the target did not write trains a worse drafter."""
+    turns: Literal["all", "last", "split"] = "all"
+    """Answers to learn from: all; the last; or all, with a sample of its own for each that the template changes later."""
+    reasoning: Literal["keep", "drop", "last"] = "keep"
+    """Reasoning of kept answers: all of it, none, or that after the last user message."""
+    reasoning_marks: tuple[str, str] = ("<think>\n", "\n</think>\n\n")
+    """What encloses reasoning where the chat template does not write it itself."""
+    supervise_reasoning: bool = True
+    """Learn from the reasoning of kept answers too; off leaves it in the text, unsupervised."""
+    template_system: Literal["keep", "refuse"] = "keep"
+    """A system text that the chat template writes unasked: keep it (servers render it too) or refuse to start."""
     limit: Positive | None = None
-    """Use only the first N prompts of the file."""
+    """Use only the first N rows of the file."""
     max_new_tokens: Positive = 512
     """Answers are cut here; a cut answer is kept, and its finish reason says `length`."""
     max_prompt_tokens: Positive = 4096

@@ -1,8 +1,8 @@
 """One conversation: messages beside the exact token ids, and which of those the assistant wrote."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from ray_eagle.conversations.prompts import Split
 from ray_eagle.errors import InputError
@@ -14,14 +14,18 @@ class Conversation:
     source_id: str
     category: str
     split: Split
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     input_ids: list[int]
     supervised: list[list[int]]
     """[start, end) spans of `input_ids` that the assistant wrote, end-of-turn token included."""
     finish_reasons: list[str]
-    """Of each answer: `stop` or `length`."""
+    """Of each answer: `stop`, `length`, or of a kept one without an end-of-turn mark `none`."""
     note: str = ""
     """Why a conversation ended before its last prompt turn; empty for a whole one."""
+    mask: Literal["generated", "template", "rendering"] = "generated"
+    """Where the mask is from: exact output ids, the template's generation blocks, or checked rendering."""
+    row: int = 0
+    """Number of the input row, from 1, of a kept conversation."""
 
     @property
     def loss_mask(self) -> list[int]:
@@ -36,7 +40,8 @@ class Conversation:
         return sum(end - start for start, end in self.supervised)
 
     def to_row(self) -> dict[str, Any]:
-        return asdict(self)
+        """Its fields by name, not copied (`asdict` would copy each id)."""
+        return dict(vars(self))
 
 
 def part_name(batch: int) -> str:

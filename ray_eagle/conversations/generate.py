@@ -1,10 +1,11 @@
-"""Stage `generate`: the target answers the prompts, batch by batch, on Ray actors.
+"""Stage `generate`: the target answers the prompts, batch by batch, on Ray actors; or the answers of the file are kept.
 
 A batch is the unit of resume: its conversations are one atomic file, written by the driver. What a batch holds depends on
 the prompts and settings alone, so a killed run goes on where it was and ends with the same conversations.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +15,20 @@ from transformers import GenerationConfig
 from ray_eagle.cluster import ensure_resources
 from ray_eagle.config import Config, GenerateConfig, TargetConfig
 from ray_eagle.conversations.conversation import Conversation, part_name, read_conversations
-from ray_eagle.conversations.prompts import Prompt, load_prompts
-from ray_eagle.conversations.template import render_next_turn, render_prompt
+from ray_eagle.conversations.keep import keep_answers
+from ray_eagle.conversations.messages import take_apart
+from ray_eagle.conversations.prompts import Prompt, load_rows
+from ray_eagle.conversations.template import injected_system, render_next_turn, render_prompt
 from ray_eagle.errors import InputError
 from ray_eagle.pool import ActorPool, Member, this_node
 from ray_eagle.progress import Progress, Rate
-from ray_eagle.run import RunFolder
+from ray_eagle.run import Folder, RunFolder
 from ray_eagle.stage import Outcome
 from ray_eagle.target.generation import eos_ids, generate_batch
 from ray_eagle.target.loading import TargetFacts, load_model, load_tokenizer
+
+CUT_SHORT = 1000
+"""Conversations cut short that summary.json names."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class Generator:
 
         A batch cannot be taken apart, so nothing is ever left out (`without` is the pool's).
         """
-        chats = [_Chat(prompt, render_prompt(self.tokenizer, prompt.turns[0])) for prompt in batch.prompts]
+        chats = [_Chat(p, render_prompt(self.tokenizer, p.turns[0], p.system)) for p in batch.prompts]
         for turn in range(max(len(prompt.turns) for prompt in batch.prompts)):
             active = [chat for chat in chats if turn < len(chat.prompt.turns)]
             if turn:
@@ -85,7 +91,7 @@ class Generator:
                     {"role": "user", "content": chat.prompt.turns[turn]},
                     {"role": "assistant", "content": self.tokenizer.decode(written)},
                 ]
-        return [chat.conversation().to_row() for chat in chats]
+        return [chat.conversation(self.settings.turns == "last").to_row() for chat in chats]
 
     def _continue(self, chat: "_Chat", turn: int) -> bool:
         """Append the next user message; or end the conversation before it, with the reason, keeping what there is."""
@@ -111,32 +117,80 @@ class _Chat:
         self.prompt = prompt
         self.ids = list(ids)
         self.supervised: list[list[int]] = []
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, str]] = [{"role": "system", "content": prompt.system}] if prompt.system else []
         self.finish_reasons: list[str] = []
         self.note = ""
 
-    def conversation(self) -> Conversation:
-        p = self.prompt
-        return Conversation(
-            p.id, p.category, p.split, self.messages, self.ids, self.supervised, self.finish_reasons, self.note
-        )
+    def conversation(self, only_last: bool) -> Conversation:
+        p, first = self.prompt, -1 if only_last else 0
+        spans, reasons = self.supervised[first:], self.finish_reasons[first:]
+        return Conversation(p.id, p.category, p.split, self.messages, self.ids, spans, reasons, self.note)
 
 
 def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress) -> Outcome:
-    """Answer every prompt that no committed part holds yet; write part-*.jsonl, rejected.jsonl and summary.json."""
+    """Conversations from the prompts or conversations of the input; write part-*.jsonl, rejected.jsonl and summary.json.
+
+    What a committed part holds is not made again. Raises InputError when no row of the input can be used.
+    """
+    settings = config.generate
+    folder = run.of("generate")
+    tokenizer = load_tokenizer(facts, config.target)
+    system = check_template_system(tokenizer, settings, progress)
+    if settings.answers == "keep":
+        progress.say(
+            "generate: warning: keeping the answers of the file. Text that the target did not write trains a worse drafter; "
+            "generate.answers: regenerate lets the target write it."
+        )
+        keep_answers(config, folder, facts, progress)
+    else:
+        _regenerate(config, folder, facts, tokenizer, progress)
+    made = {key: facts.fingerprint[key] for key in ("tokenizer", "chat_template")} | {"template_system": system}
+    marks = settings.reasoning_marks
+    summary = summarise(read_conversations(folder), folder.read_jsonl("rejected.jsonl"), marks) | made
+    folder.write_json("summary.json", summary)
+    for split in ("train", "validation"):
+        if not summary[split]["conversations"]:
+            _warn_of_empty(split, "conversation", progress)
+    progress.say(f"generate: {_in_words(summary)}")
+    return Outcome(samples=summary["conversations"], tokens=summary["tokens"])
+
+
+def check_template_system(tokenizer: Any, settings: GenerateConfig, progress: Progress) -> str:
+    """The system text that the chat template writes unasked; tells of it, and of a date that it writes.
+
+    Raises InputError when the settings refuse it.
+    """
+    system = injected_system(tokenizer)
+    shown = " ".join(system.split())[:80]
+    if system and settings.template_system == "refuse":
+        raise InputError(
+            f"chat template: expected no system text that nobody asked for, found {shown!r}. Give every row a system message, "
+            "use another template, or set generate.template_system to keep, if the server renders this template too."
+        )
+    if system:
+        progress.say(
+            f"generate: the chat template writes a system text of its own ({shown!r}) where a row has none. It is kept: a "
+            "server that renders this template writes it too."
+        )
+    if "strftime_now" in str(tokenizer.chat_template):
+        progress.say(
+            "generate: warning: the chat template writes the date of the day. Conversations rendered on another day begin "
+            "otherwise: finish this stage on one day, or give every row a system message that states a date, if that replaces it."
+        )
+    return system
+
+
+def _regenerate(config: Config, folder: Folder, facts: TargetFacts, tokenizer: Any, progress: Progress) -> None:
+    """Answer every prompt that no committed part holds yet."""
     import ray
 
     settings = config.generate
-    folder = run.of("generate")
-    batches, rejected = plan_batches(
-        load_prompts(settings), load_tokenizer(facts, config.target), settings, facts.max_position_embeddings
-    )
-    folder.write_jsonl("rejected.jsonl", rejected)
-    for split, why in (("train", "nothing to learn from"), ("validation", "nothing to choose a checkpoint by")):
+    prompts, unusable = load_rows(settings)
+    batches, too_long = plan_batches(prompts, tokenizer, settings, facts.max_position_embeddings)
+    folder.write_jsonl("rejected.jsonl", unusable + too_long)
+    for split in ("train", "validation"):
         if not any(prompt.split == split for batch in batches for prompt in batch.prompts):
-            progress.say(
-                f"generate: warning: no {split} prompt, so training has {why}. Add prompts or change the shares."
-            )
+            _warn_of_empty(split, "prompt", progress)
     done = set(folder.names())
     waiting = [batch for batch in batches if part_name(batch.index) not in done]
     total = sum(len(batch.prompts) for batch in batches)
@@ -162,18 +216,20 @@ def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progr
             folder.write_jsonl(part_name(batch.index), rows)
             rate.advance(sum(end - start for row in rows for start, end in row["supervised"]))
             progress.advance(len(rows), f"{rate.per_second:,.0f} tok/s")
-    summary = summarise(list(read_conversations(folder)), rejected)
-    folder.write_json("summary.json", summary)
-    if not summary["train"]["conversations"]:
-        progress.say("generate: no training conversation was kept; see rejected.jsonl")
-    return Outcome(samples=summary["conversations"], tokens=summary["tokens"])
+
+
+def _warn_of_empty(split: str, what: str, progress: Progress) -> None:
+    why = {"train": "nothing to learn from", "validation": "nothing to choose a checkpoint by"}[split]
+    progress.say(
+        f"generate: warning: no {split} {what}, so training has {why}. See rejected.jsonl; add prompts or change the shares."
+    )
 
 
 def plan_batches(
     prompts: list[Prompt], tokenizer: Any, settings: GenerateConfig, context: int
 ) -> tuple[list[Batch], list[dict[str, Any]]]:
     """Batches of prompts of like length, and the rejected with their reason. Every prompt is in exactly one of them."""
-    lengths = {prompt.id: len(render_prompt(tokenizer, prompt.turns[0])) for prompt in prompts}
+    lengths = {prompt.id: len(render_prompt(tokenizer, prompt.turns[0], prompt.system)) for prompt in prompts}
     longest = min(settings.max_prompt_tokens, context - settings.max_new_tokens)
     kept = sorted((p for p in prompts if lengths[p.id] <= longest), key=lambda p: (lengths[p.id], p.id))
     reason = f"generate.max_prompt_tokens is {settings.max_prompt_tokens}, the target's context {context}"
@@ -186,19 +242,55 @@ def plan_batches(
     return [Batch(i // size, tuple(kept[i : i + size])) for i in range(0, len(kept), size)], rejected
 
 
-def summarise(conversations: list[Conversation], rejected: list[Any]) -> dict[str, Any]:
-    """Counts of conversations, tokens, finish reasons and rejections, in all and by split."""
-    finish = Counter(reason for c in conversations for reason in c.finish_reasons)
-    splits: dict[str, Any] = {}
-    for split in ("train", "validation", "held_out"):
-        rows = [c for c in conversations if c.split == split]
-        splits[split] = {"conversations": len(rows), "supervised_tokens": sum(c.supervised_tokens for c in rows)}
+def summarise(conversations: Iterable[Conversation], rejected: list[Any], marks: tuple[str, str]) -> dict[str, Any]:
+    """Counts of rows, conversations, tokens, finish reasons, reasoning and rejections, in all and by split."""
+    finish: Counter[str] = Counter()
+    masks: Counter[str] = Counter()
+    splits = {split: {"conversations": 0, "supervised_tokens": 0} for split in ("train", "validation", "held_out")}
+    cut_short: dict[str, str] = {}
+    rows = tokens = cut = before = answers = reasoned = 0
+    for c in conversations:
+        splits[c.split]["conversations"] += 1
+        splits[c.split]["supervised_tokens"] += c.supervised_tokens
+        rows += c.row == 0 or c.row != before  # a row's conversations stand together
+        before = c.row
+        tokens += len(c.input_ids)
+        finish.update(c.finish_reasons)
+        masks[c.mask] += 1
+        if c.note:
+            cut += 1
+            if len(cut_short) < CUT_SHORT:
+                cut_short[c.source_id] = c.note
+        for message in c.messages:
+            if message["role"] == "assistant":
+                answers += 1
+                reasoned += has_reasoning(message, marks)
     return {
-        "conversations": len(conversations),
+        "rows": {"read": rows + len(rejected), "kept": rows, "rejected": len(rejected)},
+        "conversations": sum(part["conversations"] for part in splits.values()),
         "rejected": len(rejected),
-        "cut_short": {c.source_id: c.note for c in conversations if c.note},
-        "tokens": sum(len(c.input_ids) for c in conversations),
-        "supervised_tokens": sum(c.supervised_tokens for c in conversations),
+        "cut_short": cut_short,
+        "cut_short_conversations": cut,
+        "tokens": tokens,
+        "supervised_tokens": sum(part["supervised_tokens"] for part in splits.values()),
         "finish_reasons": dict(finish),
+        "masks": dict(masks),
+        "answers": answers,
+        "answers_with_reasoning": reasoned,
         **splits,
     }
+
+
+def has_reasoning(message: dict[str, Any], marks: tuple[str, str]) -> bool:
+    """Does an answer hold reasoning, apart or inside its text?"""
+    return bool(message.get("reasoning_content") or take_apart(message["content"], marks)[0].strip())
+
+
+def _in_words(summary: dict[str, Any]) -> str:
+    rows = summary["rows"]
+    reasoning = f"reasoning in {summary['answers_with_reasoning']:,} of {summary['answers']:,} answers"
+    return (
+        f"{rows['read']:,} rows: {rows['kept']:,} kept, {rows['rejected']:,} rejected (rejected.jsonl says why); "
+        f"{summary['conversations']:,} conversations, {summary['supervised_tokens']:,} of {summary['tokens']:,} tokens "
+        f"supervised; {reasoning}"
+    )

@@ -5,13 +5,18 @@ import json
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
-from ray_eagle.config import PRESETS, GenerateConfig
+from ray_eagle.config import GenerateConfig
+from ray_eagle.conversations.inputs import BUILTIN, read_chunks, shape_of, source_hash
+from ray_eagle.conversations.messages import Row, RowError, Shape, read_row
 from ray_eagle.errors import InputError
 
+__all__ = ["BUILTIN", "Prompt", "Split", "load_prompts", "read_prompts"]
+
 Split = Literal["train", "validation", "held_out"]
-BUILTIN = PRESETS / "prompts.jsonl"
+SHINGLE = 5
+"""Characters of an n-gram by which texts are compared."""
 
 
 @dataclass(frozen=True)
@@ -22,27 +27,80 @@ class Prompt:
     category: str
     turns: tuple[str, ...]
     split: Split = "train"
+    system: str = ""
+    """The system message before the first; empty for none."""
 
 
 def load_prompts(config: GenerateConfig) -> list[Prompt]:
-    """The prompts of `config.prompts`, split; raises InputError that names a broken line."""
-    path = BUILTIN if config.prompts == "builtin" else Path(config.prompts).expanduser()
-    prompts = read_prompts(path)[: config.limit]
-    return split_prompts(
+    """The prompts of `config.prompts` that can be used, split. Raises InputError when there is none."""
+    return load_rows(config)[0]
+
+
+def load_rows(config: GenerateConfig) -> tuple[list[Prompt], list[dict[str, Any]]]:
+    """Prompts, split, and the other rows of the file, each with its `row` number, `source_id` and `reason`.
+
+    Raises InputError when the file cannot be read or no row can be used.
+    """
+    shape = shape_of(config.prompts, config.shape)
+    prompts: list[Prompt] = []
+    rejected: list[dict[str, Any]] = []
+    first: dict[str, int] = {}
+    for chunk in read_chunks(config.prompts, config.limit):
+        for number, raw in chunk.rows():
+            name = ""
+            try:
+                row = usable_row(raw, shape, config)
+                name = row.id
+                if name in first:
+                    raise RowError(f"same id as row {first[name]}")
+                prompts.append(_prompt_of(row, regenerate=config.answers == "regenerate"))
+                first[name] = number
+            except RowError as error:
+                rejected.append({"row": number, "source_id": name, "reason": str(error)})
+    if not prompts:
+        refuse_all(config.prompts, rejected)
+    split = split_prompts(
         prompts,
         held_out_share=config.held_out_share,
         validation_share=config.validation_share,
         near_duplicate=config.near_duplicate,
     )
+    return split, rejected
+
+
+def usable_row(raw: Any, shape: Shape, config: GenerateConfig) -> Row:
+    """Raises RowError, also for a row that could not be decoded, or that has no answer though answers are kept."""
+    if isinstance(raw, RowError):
+        raise raw
+    row = read_row(raw, shape, config.reasoning_marks)
+    if config.answers == "keep" and not any(m["role"] == "assistant" for m in row.messages):
+        raise RowError("no answer of the assistant to keep")
+    return row
+
+
+def refuse_all(source: str, rejected: list[dict[str, Any]]) -> NoReturn:
+    """Raises InputError with the first reasons."""
+    reasons = "; ".join(f"row {r['row']}: {r['reason']}" for r in rejected[:3]) or "it is empty"
+    raise InputError(
+        f"prompts file {source}: expected at least one row that can be used, found none ({reasons}). Correct it, or set "
+        "generate.shape."
+    )
+
+
+def _prompt_of(row: Row, *, regenerate: bool) -> Prompt:
+    """What the user says, for the target to answer. Raises RowError for a row whose answers hang on tools."""
+    users = tuple(m["content"] for m in row.messages if m["role"] == "user")
+    system = "\n\n".join(m["content"] for m in row.messages if m["role"] in ("system", "developer"))
+    if regenerate and (row.tools or any(m["role"] == "tool" or m.get("tool_calls") for m in row.messages)):
+        raise RowError("it uses tools, whose results cannot be made again. Set generate.answers to keep")
+    if regenerate and not all(text.strip() for text in users):
+        raise RowError("a message of the user is empty")
+    return Prompt(row.id, row.category, users, system=system)
 
 
 def prompts_hash(config: GenerateConfig) -> str:
     """Hash of the prompt file's content."""
-    path = BUILTIN if config.prompts == "builtin" else Path(config.prompts).expanduser()
-    try:
-        return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
-    except OSError as error:
-        raise InputError(f"prompts file {path} cannot be read ({error.strerror}). Check generate.prompts.") from None
+    return source_hash(config.prompts)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -91,13 +149,7 @@ def split_prompts(
 
     A held-out prompt whose text is close to that of any prompt outside the held-out set is trained on instead.
     """
-    split: list[Prompt] = []
-    for prompt in prompts:
-        place = int.from_bytes(hashlib.blake2b(prompt.id.encode(), digest_size=8).digest(), "little") / 2**64
-        kind: Split = "held_out" if place < held_out_share else "train"
-        if held_out_share <= place < held_out_share + validation_share:
-            kind = "validation"
-        split.append(replace(prompt, split=kind))
+    split = [replace(p, split=hashed_split(p.id, held_out_share, validation_share)) for p in prompts]
     texts = [shingles(" ".join(p.turns)) for p in split]
     trained = [text for p, text in zip(split, texts, strict=True) if p.split != "held_out"]
     while trained:  # what is moved may be close to another held-out prompt in its turn
@@ -109,7 +161,15 @@ def split_prompts(
     return split
 
 
-def shingles(text: str, size: int = 5) -> frozenset[str]:
+def hashed_split(name: str, held_out_share: float, validation_share: float) -> Split:
+    """By the hash of the id alone."""
+    place = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") / 2**64
+    if place < held_out_share:
+        return "held_out"
+    return "validation" if place < held_out_share + validation_share else "train"
+
+
+def shingles(text: str, size: int = SHINGLE) -> frozenset[str]:
     """The set of character n-grams of the case-folded text with single spaces."""
     folded = " ".join(text.casefold().split())
     return frozenset(folded[i : i + size] for i in range(max(1, len(folded) - size + 1)))

@@ -10,10 +10,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ray_eagle.config import GenerateConfig, TargetConfig
-from ray_eagle.conversations.generate import Batch, Generator
+from ray_eagle.conversations.generate import Batch, Generator, check_template_system
 from ray_eagle.conversations.prompts import Prompt
 from ray_eagle.conversations.template import render_next_turn, render_prompt
 from ray_eagle.errors import InputError
+from ray_eagle.progress import Silent
 from ray_eagle.target.loading import read_facts
 from tests.tiny import CHAT_TEMPLATE, SPECIALS, tiny_tokenizer
 
@@ -194,3 +195,39 @@ def test_stored_ids_are_the_ones_the_target_wrote_and_not_those_of_its_text(tmp_
             assert row["finish_reasons"][turn] == "length"
         assert [m["content"] for m in row["messages"][::2]] == list(prompt.turns)
         assert tokenizer.decode(ids) + "<|end|>\n" == rendered(tokenizer, row["messages"])
+
+
+def test_a_rows_system_message_and_the_last_turn_alone(tmp_path: Path) -> None:
+    target = TargetConfig(path=str(merging_target(tmp_path / "target")), dtype="float32")
+    prompt = Prompt("x", "c", ("Hello", "and then?"), system="Be brief.")
+    rows = [
+        Generator(target, read_facts(target), GenerateConfig(max_new_tokens=4, turns=turns), 0).work(
+            Batch(0, (prompt,))
+        )[0]
+        for turns in ("all", "last")
+    ]
+    tokenizer = merging_tokenizer()
+    text = tokenizer.decode(rows[0]["input_ids"])
+    assert text.startswith("<|system|>Be brief.<|end|>\n<|user|>Hello<|end|>\n<|assistant|>")
+    assert text + "<|end|>\n" == rendered(tokenizer, rows[0]["messages"])
+    assert [m["role"] for m in rows[0]["messages"]] == ["system", *["user", "assistant"] * 2]
+    assert rows[1] == {**rows[0], "supervised": rows[0]["supervised"][1:], "finish_reasons": ["length"]}
+
+
+class Listening(Silent):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
+
+
+def test_what_a_template_writes_unasked_is_told() -> None:
+    tokenizer = tiny_tokenizer()
+    heard = Listening()
+    assert check_template_system(tokenizer, GenerateConfig(), heard) == "" and not heard.said
+    tokenizer.chat_template = "<|system|>Today is {{ strftime_now('%Y') }}.<|end|>\n" + CHAT_TEMPLATE
+    assert check_template_system(tokenizer, GenerateConfig(), heard).startswith("Today is 2")
+    assert "a system text of its own ('Today is 2" in heard.said[0] and "the date of the day" in heard.said[1]
+    with pytest.raises(InputError, match=r"expected no system text that nobody asked for, found 'Today is 2"):
+        check_template_system(tokenizer, GenerateConfig(template_system="refuse"), heard)
