@@ -2,17 +2,17 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from ray_eagle import cluster
-from ray_eagle.config import PRESETS, Config
+from ray_eagle.config import Config
+from ray_eagle.conversations.inputs import count_rows
 from ray_eagle.errors import EagleError
 from ray_eagle.preflight import artifacts, machine
 from ray_eagle.preflight.estimate import estimate_run, human_bytes
 from ray_eagle.preflight.report import Estimate, Finding, PreflightReport
-from ray_eagle.run import Folder, RunFolder
+from ray_eagle.run import RunFolder
 from ray_eagle.target.loading import TargetFacts, choose_dtype, read_facts
 
 
@@ -118,7 +118,7 @@ class _Checks:
     def _cost(self) -> list[Finding]:
         assumed, extract = self.config.preflight, self.config.extract
         done = self.run.finished("generate")
-        samples = done.samples if done else count_prompts(self.config.generate.prompts, self.config.generate.limit)
+        samples = done.samples if done else count_rows(self.config.generate.prompts, self.config.generate.limit)
         length = done.tokens / done.samples if done and done.samples and done.tokens else assumed.tokens_per_sample
         if not self.facts:
             return []
@@ -147,12 +147,3 @@ class _Checks:
         return [
             Finding(level="ok", check="run folder", message=f"{self.run.path} is seen by every node ({self.nodes}).")
         ]
-
-
-def count_prompts(prompts: str, limit: int | None) -> int:
-    """Non-empty lines of the prompts file (`builtin`: the one that ships here). Raises InputError without it."""
-    path = str(PRESETS / "prompts.jsonl") if prompts == "builtin" else prompts
-    parent, _, name = path.rpartition("/")
-    data = Folder.at(parent or Path.cwd()).read_bytes(name)
-    count = sum(1 for line in data.splitlines() if line.strip())
-    return min(count, limit) if limit else count

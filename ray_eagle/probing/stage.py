@@ -191,7 +191,9 @@ def probe_prompts(config: Config, facts: TargetFacts) -> tuple[list[ProbePrompt]
             "generate.held_out_share, or name other prompts in probe.prompts."
         )
     tokenizer = load_tokenizer(facts, config.target)
-    prompts = [ProbePrompt(id=p.id, category=p.category, input_ids=render_prompt(tokenizer, p.turns[0])) for p in far]
+    prompts = [
+        ProbePrompt(id=p.id, category=p.category, input_ids=render_prompt(tokenizer, p.turns[0], p.system)) for p in far
+    ]
     room = facts.max_position_embeddings - config.probe.max_new_tokens
     fitting = [p for p in prompts if len(p.input_ids) <= min(room, config.generate.max_prompt_tokens)]
     if not fitting:

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ray_eagle.config import PRESETS, Config
+from ray_eagle.conversations.inputs import count_rows
 from ray_eagle.drafter.checkpoint import save_drafter
 from ray_eagle.preflight import machine
 from ray_eagle.preflight.artifacts import Weights
-from ray_eagle.preflight.checks import count_prompts, run_checks
+from ray_eagle.preflight.checks import run_checks
 from ray_eagle.preflight.estimate import estimate_run, human_bytes
 from ray_eagle.preflight.report import Finding, PreflightReport
 from ray_eagle.run import Origin, RunFolder
@@ -290,9 +291,9 @@ def test_human_bytes(count: float, text: str) -> None:
 def test_cost_takes_the_prompts_then_the_conversations(target: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": 1}\n\n{"id": 2}\n{"id": 3}\n')
-    assert count_prompts(str(prompts), None) == 3
-    assert count_prompts(str(prompts), 2) == 2
-    assert count_prompts("builtin", None) == len((PRESETS / "prompts.jsonl").read_text().splitlines())
+    assert count_rows(str(prompts), None) == 3
+    assert count_rows(str(prompts), 2) == 2
+    assert count_rows("builtin", None) == len((PRESETS / "prompts.jsonl").read_text().splitlines())
 
     flags = [
         "--generate.prompts",
