@@ -178,14 +178,12 @@ def plan_command(
 ) -> None:
     with _explained(debug):
         loaded = load_config(config, preset, list(context.args)).config
-        from ray_eagle.conversations.inputs import count_rows
         from ray_eagle.hidden_states.forecast import forecast
         from ray_eagle.report.table import render_forecast
 
         with _stdout_for_results() as out, _pipeline(loaded, False) as pipeline:
-            prompts = count_rows(loaded.generate.prompts, loaded.generate.limit)
             pipeline.connect()
-            found = forecast(pipeline.config, pipeline.run, pipeline.facts, prompts, pipeline.progress, seconds)
+            found = forecast(pipeline.config, pipeline.run, pipeline.facts, pipeline.progress, seconds)
             if json_output:
                 print(json.dumps(found.model_dump(mode="json")), file=out)
             else:

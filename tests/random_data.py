@@ -1,14 +1,16 @@
 """Random samples and datasets, written through the product's own writer."""
 
+from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 import torch
 
 from ray_eagle.hidden_states.dataset import DatasetWriter
-from ray_eagle.hidden_states.plan import DatasetPlan, TokenSample, Unit, UnitPlan, plan_units
+from ray_eagle.hidden_states.plan import DatasetPlan, TokenSample, Unit, plan_units
 from ray_eagle.hidden_states.quantise import quantise
 from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample, sample_id
-from ray_eagle.hidden_states.shard import write_shard
+from ray_eagle.hidden_states.shard import ShardWriter, UnitRecord
 from ray_eagle.run import Folder
 
 
@@ -86,11 +88,16 @@ def make_plan(
         seed=seed,
         target={"config": "c"},
         conversations="k",
-        units=[
-            UnitPlan(
-                split=u.split, samples=[s.sample_id for s in u.samples], tokens=sum(len(s.input_ids) for s in u.samples)
-            )
-            for u in units
-        ],
+        units=[unit.planned for unit in units],
         rejected=[],
     )
+
+
+def write_shard(
+    folder: Folder, unit: Unit, samples: Iterable[Sample], hidden_size: int, state_dtype: str
+) -> UnitRecord:
+    """Write one attempt at a unit to its end, sync it, and return the record that would commit it."""
+    with closing(ShardWriter(folder, unit.index, hidden_size, state_dtype)) as writer:
+        for sample in samples:
+            writer.add(sample)
+        return writer.finish()

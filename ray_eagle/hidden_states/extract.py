@@ -11,7 +11,6 @@ from ray_eagle.hidden_states.plan import (
     Quarantined,
     TokenSample,
     Unit,
-    UnitPlan,
     plan_units,
     set_aside_longer,
     tokenise,
@@ -90,11 +89,7 @@ def plan_dataset(config: Config, run: RunFolder, facts: TargetFacts) -> tuple[li
     else:
         lent = lent_rows(settings.share, plan)
     units = units_of(samples, config, facts, lent)
-    planned = [
-        UnitPlan(split=u.split, samples=[s.sample_id for s in u.samples], tokens=u.tokens, lender=u.lender)
-        for u in units
-    ]
-    return units, plan.model_copy(update={"units": planned}), cut
+    return units, plan.model_copy(update={"units": [unit.planned for unit in units]}), cut
 
 
 def units_of(

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from ray_eagle.config import Config
+from ray_eagle.conversations.inputs import count_rows
 from ray_eagle.errors import QuarantineError
 from ray_eagle.hidden_states.actors import make_pool
 from ray_eagle.hidden_states.dataset import PLAN, read_records
@@ -59,14 +60,14 @@ class Forecast(BaseModel):
     calibrated_tokens: int | None = None
 
 
-def forecast(
-    config: Config, run: RunFolder, facts: TargetFacts, prompts: int, progress: Progress, seconds: float
-) -> Forecast:
+def forecast(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress, seconds: float) -> Forecast:
     """Count what there is to capture and, for `seconds` > 0, measure how fast that goes.
 
-    `prompts`: how many conversations to assume while there are none. Raises what `extract` would raise.
+    Raises what `extract` would raise.
     """
+    prompts = 0
     if assumed := run.finished("generate") is None:
+        prompts = count_rows(config.generate.prompts, config.generate.limit)
         samples = assumed_samples(config, facts, min(prompts, MOST_ASSUMED))
         times = prompts / max(1, len(samples))
     else:

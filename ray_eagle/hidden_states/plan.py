@@ -30,6 +30,15 @@ class TokenSample:
         return sum(self.loss_mask[1:])
 
 
+class UnitPlan(BaseModel):
+    split: Split
+    samples: list[str]
+    """sample_id of each row, in order."""
+    tokens: int
+    lender: str | None = None
+    """The record, in another dataset, of a unit that holds these rows already: they are read there, not captured again."""
+
+
 @dataclass(frozen=True)
 class Unit:
     """Samples that are captured, written and committed together."""
@@ -43,6 +52,12 @@ class Unit:
     def tokens(self) -> int:
         return sum(len(sample.input_ids) for sample in self.samples)
 
+    @property
+    def planned(self) -> UnitPlan:
+        """What dataset.json says of it."""
+        names = [sample.sample_id for sample in self.samples]
+        return UnitPlan(split=self.split, samples=names, tokens=self.tokens, lender=self.lender)
+
     def __str__(self) -> str:
         return f"{self.index} ({len(self.samples)} samples)"
 
@@ -53,15 +68,6 @@ class Quarantined(BaseModel):
     sample_id: str
     source_id: str
     reason: str
-
-
-class UnitPlan(BaseModel):
-    split: Split
-    samples: list[str]
-    """sample_id of each row, in order."""
-    tokens: int
-    lender: str | None = None
-    """The record, in another dataset, of a unit that holds these rows already: they are read there, not captured again."""
 
 
 class DatasetPlan(BaseModel):

@@ -3,8 +3,6 @@
 import os
 import secrets
 import socket
-from collections.abc import Iterable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict
 
 from ray_eagle.errors import DatasetError
-from ray_eagle.hidden_states.plan import Quarantined, Unit
+from ray_eagle.hidden_states.plan import Quarantined
 from ray_eagle.hidden_states.schema import Sample, encode, schema
 from ray_eagle.run import Folder, content_hash
 
@@ -154,16 +152,6 @@ class ShardWriter:
             f"{self.folder.file(self.name)} cannot be written ({error}). Free some space, or check the filesystem; then run "
             "the stage again: what was committed is kept, and this attempt was removed."
         )
-
-
-def write_shard(
-    folder: Folder, unit: Unit, samples: Iterable[Sample], hidden_size: int, state_dtype: str
-) -> UnitRecord:
-    """Write one attempt at a unit to its end, sync it, and return the record that would commit it."""
-    with closing(ShardWriter(folder, unit.index, hidden_size, state_dtype)) as writer:
-        for sample in samples:
-            writer.add(sample)
-        return writer.finish()
 
 
 def count_tokens(parts: list[np.ndarray]) -> tuple[list[int], list[int]]:

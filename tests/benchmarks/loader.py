@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 
 from ray_eagle.hidden_states.dataset import DatasetWriter
-from ray_eagle.hidden_states.plan import DatasetPlan, UnitPlan, plan_packs, plan_units
+from ray_eagle.hidden_states.plan import plan_packs, plan_units
 from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.hidden_states.schema import Sample
-from ray_eagle.hidden_states.shard import write_shard
 from ray_eagle.run import Folder
 from tests.benchmarks.extraction import make_samples
+from tests.random_data import make_plan, write_shard
 
 HIDDEN, VOCAB = 4096, 128256
 
@@ -33,20 +33,7 @@ def build(folder: Path, gib: float) -> tuple[HiddenStates, list[Path]]:
     """The same samples as a dataset and as loose files."""
     rows = make_samples(round(gib * 2**30 / 30_000), 0.7, VOCAB)
     units = plan_units(rows, unit_bytes=512 * 2**20, hidden_size=HIDDEN, state_dtype="bfloat16", seed=0)
-    plan = DatasetPlan(
-        aux_layers=(1, 15, 28),
-        hidden_size=HIDDEN,
-        vocab_size=VOCAB,
-        state_dtype="bfloat16",
-        compute_dtype="float32",
-        attention="sdpa",
-        tokens_per_batch=8192,
-        seed=0,
-        target={},
-        conversations="",
-        units=[UnitPlan(split=u.split, samples=[s.sample_id for s in u.samples], tokens=u.tokens) for u in units],
-        rejected=[],
-    )
+    plan = make_plan(units, hidden=HIDDEN, vocab=VOCAB)
     noise = torch.randint(-(2**15), 2**15, (4096, 3 * HIDDEN), dtype=torch.int16).view(torch.bfloat16)
     loose = folder / "loose"
     loose.mkdir(parents=True)

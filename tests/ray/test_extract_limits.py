@@ -21,7 +21,7 @@ from ray_eagle.hidden_states.forecast import forecast
 from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.hidden_states.verify import verify
 from ray_eagle.run import Folder, RunFolder
-from tests.ray.pipeline import Watch, pipeline, ray_processes, tiny_config
+from tests.ray.pipeline import Watch, pipeline, ray_processes, tiny_config, write_prompts
 from tests.tiny import tiny_deepseek_v3
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -294,8 +294,8 @@ def test_the_forecast_is_what_extraction_takes(
     config = tiny_config(folder, target_folder, extract={"state_dtype": state_dtype})
     made = pipeline(config)
     before = sorted(str(path) for path in (folder / "run").rglob("*"))
-    counted = forecast(config, made.run, made.facts, 0, Watch(), seconds=0)
-    found = forecast(config, made.run, made.facts, 0, Watch(), seconds=1)
+    counted = forecast(config, made.run, made.facts, Watch(), seconds=0)
+    found = forecast(config, made.run, made.facts, Watch(), seconds=1)
     assert sorted(str(path) for path in (folder / "run").rglob("*")) == before
     outcome = made.stage("extract")
     assert outcome
@@ -310,9 +310,10 @@ def test_the_forecast_is_what_extraction_takes(
 
 
 def test_without_conversations_the_forecast_assumes_them(tmp_path: Path, target_folder: Path) -> None:
+    write_prompts(tmp_path / "prompts.jsonl", 50)
     config = tiny_config(tmp_path, target_folder, preflight={"tokens_per_sample": 100, "supervised_share": 0.7})
     made = pipeline(config)
-    found = forecast(config, made.run, made.facts, 50, Watch(), seconds=0)
+    found = forecast(config, made.run, made.facts, Watch(), seconds=0)
     assert (found.assumed, found.samples, found.tokens, found.supervised_tokens) == (True, 50, 5000, 3500)
 
 

@@ -18,10 +18,9 @@ from ray_eagle.hidden_states.dataset import LOCK, DatasetWriter, parse_record, r
 from ray_eagle.hidden_states.plan import plan_packs, plan_units, tokenise
 from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample
-from ray_eagle.hidden_states.shard import write_shard
 from ray_eagle.hidden_states.verify import discard, verify
 from ray_eagle.run import Folder
-from tests.random_data import make_plan, random_dataset, random_states
+from tests.random_data import make_plan, random_dataset, random_states, write_shard
 
 SPLITS = ("train", "validation", "held_out")
 

@@ -12,13 +12,12 @@ from ray_eagle.errors import DatasetError
 from ray_eagle.hidden_states import reader
 from ray_eagle.hidden_states.dataset import DatasetWriter, read_plan
 from ray_eagle.hidden_states.lending import borrowed, lent_rows
-from ray_eagle.hidden_states.plan import Unit, UnitPlan
+from ray_eagle.hidden_states.plan import Unit
 from ray_eagle.hidden_states.reader import HiddenStates, on_network
 from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample
-from ray_eagle.hidden_states.shard import write_shard
 from ray_eagle.hidden_states.verify import discard, verify
 from ray_eagle.run import Folder
-from tests.random_data import make_plan, random_dataset
+from tests.random_data import make_plan, random_dataset, write_shard
 from tests.unit.test_hidden_states import equal
 
 
@@ -171,11 +170,7 @@ def test_rows_of_another_run_are_read_where_they_are(tmp_path: Path) -> None:
         for i, shard in enumerate(sorted(set(lent.values())))
     ]
     folder = Folder.at(tmp_path / "mine")
-    planned = [
-        UnitPlan(split=u.split, samples=[s.sample_id for s in u.samples], tokens=u.tokens, lender=u.lender)
-        for u in mine
-    ]
-    with DatasetWriter(folder, make_plan([], hidden=8, vocab=50).model_copy(update={"units": planned})) as writer:
+    with DatasetWriter(folder, make_plan(mine, hidden=8, vocab=50)) as writer:
         for unit in mine:
             writer.commit(borrowed(unit))
     assert verify(folder) == []

@@ -16,13 +16,13 @@ from ray_eagle.drafter.checkpoint import load_drafter, save_drafter
 from ray_eagle.drafter.start import move_rows, new_shape, random_drafter, start_drafter
 from ray_eagle.errors import CheckpointError, InputError
 from ray_eagle.hidden_states.dataset import DatasetWriter
-from ray_eagle.hidden_states.plan import DatasetPlan, TokenSample, UnitPlan, plan_units
+from ray_eagle.hidden_states.plan import TokenSample, plan_units
 from ray_eagle.hidden_states.schema import Sample, sample_id
-from ray_eagle.hidden_states.shard import write_shard
 from ray_eagle.progress import Silent
 from ray_eagle.run import Folder, RunFolder
 from ray_eagle.target.loading import head_and_embedding, read_facts
 from ray_eagle.vocab import choose_tokens, coverage, read_map, to_map, vocab
+from tests.random_data import make_plan, write_shard
 from tests.tiny import VOCAB, tiny_drafter, tiny_shape, tiny_tokenizer
 
 HIDDEN = 32
@@ -58,20 +58,7 @@ def write_dataset(folder: Folder, rows: list[Row]) -> None:
     samples = [TokenSample(n, n, row.split, tuple(row.ids), tuple(row.mask)) for n, row in named.items()]
     units = plan_units(samples, unit_bytes=20_000, hidden_size=HIDDEN, state_dtype="bfloat16", seed=0)
     assert len(units) > 3
-    plan = DatasetPlan(
-        aux_layers=(1, 3, 4),
-        hidden_size=HIDDEN,
-        vocab_size=VOCAB,
-        state_dtype="bfloat16",
-        compute_dtype="float32",
-        attention="sdpa",
-        tokens_per_batch=64,
-        seed=0,
-        target={},
-        conversations="",
-        units=[UnitPlan(split=u.split, samples=[s.sample_id for s in u.samples], tokens=1) for u in units],
-        rejected=[],
-    )
+    plan = make_plan(units, hidden=HIDDEN, vocab=VOCAB)
     with DatasetWriter(folder, plan) as writer:
         for unit in units:
             states = [
