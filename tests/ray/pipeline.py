@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ray_eagle.config import Config
+from ray_eagle.hidden_states.dataset import read_plan, read_records
 from ray_eagle.progress import Silent
 from ray_eagle.run import RunFolder
 from ray_eagle.settings import load_config
@@ -78,6 +80,19 @@ def pipeline(config: Config, progress: Any = None) -> Pipeline:
     run = RunFolder.open(config.run)
     run.create()
     return Pipeline(config, run, progress or Watch())
+
+
+def start_after_generate(generated: Path, to: Path) -> Path:
+    """A folder whose run starts after the `generate` of another one."""
+    shutil.copytree(generated / "run" / "conversations", to / "run" / "conversations")
+    shutil.copy(generated / "prompts.jsonl", to / "prompts.jsonl")
+    return to
+
+
+def committed(folder: Path) -> dict[int, bytes]:
+    """Bytes of every committed shard of the run in a folder."""
+    states = RunFolder.open(str(folder / "run")).of("extract")
+    return {unit: states.read_bytes(record.file) for unit, record in read_records(states, read_plan(states)).items()}
 
 
 def ray_processes(name: str) -> list[int]:

@@ -12,32 +12,9 @@ from ray_eagle.hidden_states.dataset import read_plan, read_records
 from ray_eagle.hidden_states.verify import verify
 from ray_eagle.run import RunFolder
 from ray_eagle.target.loading import load_tokenizer
-from tests.ray.pipeline import Watch, pipeline, ray_processes, tiny_config
+from tests.ray.pipeline import Watch, committed, pipeline, ray_processes, start_after_generate, tiny_config
 
 pytestmark = pytest.mark.usefixtures("cluster")
-
-
-@pytest.fixture(scope="module")
-def generated(tmp_path_factory: pytest.TempPathFactory, target_folder: Path, cluster: None) -> Path:
-    """A folder whose run has finished `generate`."""
-    folder = tmp_path_factory.mktemp("generated")
-    pipeline(tiny_config(folder, target_folder)).stage("generate")
-    return folder
-
-
-def committed(folder: Path) -> dict[int, bytes]:
-    """Bytes of every committed shard."""
-    states = RunFolder.open(str(folder / "run")).of("extract")
-    return {unit: states.read_bytes(record.file) for unit, record in read_records(states, read_plan(states)).items()}
-
-
-def copy_generated(generated: Path, to: Path, target: Path, **sections: dict[str, object]) -> Path:
-    """A fresh run that starts after `generate`."""
-    import shutil
-
-    shutil.copytree(generated / "run" / "conversations", to / "run" / "conversations")
-    shutil.copy(generated / "prompts.jsonl", to / "prompts.jsonl")
-    return to
 
 
 def test_conversations_hold_every_prompt_with_exact_ids(generated: Path, target_folder: Path) -> None:
@@ -101,7 +78,7 @@ def test_sampling_is_seeded_and_resumes_to_the_same_conversations(tmp_path: Path
 
 
 def test_killed_actors_lose_and_double_nothing(generated: Path, tmp_path: Path, target_folder: Path) -> None:
-    quiet = copy_generated(generated, tmp_path / "quiet", target_folder)
+    quiet = start_after_generate(generated, tmp_path / "quiet")
     pipeline(tiny_config(quiet, target_folder)).stage("extract")
     undisturbed = committed(quiet)
     assert len(undisturbed) > 5
@@ -114,7 +91,7 @@ def test_killed_actors_lose_and_double_nothing(generated: Path, tmp_path: Path, 
             os.kill(alive[0], signal.SIGKILL)
             killed.append(alive[0])
 
-    noisy = copy_generated(generated, tmp_path / "noisy", target_folder)
+    noisy = start_after_generate(generated, tmp_path / "noisy")
     watch = Watch(kill)
     pipeline(tiny_config(noisy, target_folder, extract={"actors": 2}), watch).stage("extract")
     assert len(set(killed)) == 3
@@ -129,7 +106,7 @@ def test_killed_actors_lose_and_double_nothing(generated: Path, tmp_path: Path, 
 def test_a_stopped_driver_resumes_without_redoing_committed_units(
     generated: Path, tmp_path: Path, target_folder: Path
 ) -> None:
-    folder = copy_generated(generated, tmp_path / "stopped", target_folder)
+    folder = start_after_generate(generated, tmp_path / "stopped")
     config = tiny_config(folder, target_folder)
     done = 0
 

@@ -21,34 +21,22 @@ from ray_eagle.hidden_states.forecast import forecast
 from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.hidden_states.verify import verify
 from ray_eagle.run import Folder, RunFolder
-from tests.ray.pipeline import Watch, pipeline, ray_processes, tiny_config, write_prompts
+from tests.ray.pipeline import (
+    Watch,
+    committed,
+    pipeline,
+    ray_processes,
+    start_after_generate,
+    tiny_config,
+    write_prompts,
+)
 from tests.tiny import tiny_deepseek_v3
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
-@pytest.fixture(scope="module")
-def generated(tmp_path_factory: pytest.TempPathFactory, target_folder: Path, cluster: None) -> Path:
-    """A folder whose run has finished `generate`."""
-    folder = tmp_path_factory.mktemp("generated")
-    pipeline(tiny_config(folder, target_folder)).stage("generate")
-    return folder
-
-
-def start_after_generate(generated: Path, to: Path) -> Path:
-    shutil.copytree(generated / "run" / "conversations", to / "run" / "conversations")
-    shutil.copy(generated / "prompts.jsonl", to / "prompts.jsonl")
-    return to
-
-
 def states_of(folder: Path) -> Folder:
     return RunFolder.open(str(folder / "run")).of("extract")
-
-
-def committed(folder: Path) -> dict[int, bytes]:
-    """Bytes of every committed shard."""
-    states = states_of(folder)
-    return {unit: states.read_bytes(record.file) for unit, record in read_records(states, read_plan(states)).items()}
 
 
 @pytest.fixture(scope="module")
