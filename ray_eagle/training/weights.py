@@ -22,11 +22,9 @@ class Matrix:
     """One matrix [out, in] of one or more parameters on top of each other."""
 
     def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, eight_bits: bool = False) -> None:
-        self.parameters, self.eight_bits = parameters, eight_bits
-        first = parameters[0]
-        self._shared = len(parameters) == 1 and first.dtype == dtype
-        shape = (sum(len(p) for p in parameters), first.shape[1])
-        self.value = first.detach() if self._shared else torch.empty(shape, dtype=dtype, device=first.device)
+        self.parameters, self.dtype, self.eight_bits = parameters, dtype, eight_bits
+        self.value = torch.empty(0, dtype=dtype)
+        """[out, in] in `dtype`; nothing when the products are in 8 bits."""
         self._quantised: fp8.Quantised | None = None
         self._gradient: Tensor | None = None
         self._empty = False
@@ -35,18 +33,26 @@ class Matrix:
 
     def refresh(self) -> None:
         """Copy the parameters again, after they changed."""
-        if not self._shared:
-            parts = self.value.split([len(p) for p in self.parameters])
-            for part, parameter in zip(parts, self.parameters, strict=True):
-                part.copy_(parameter.detach())
+        masters = [parameter.detach() for parameter in self.parameters]
         if self.eight_bits:
-            self._quantised = fp8.quantise(self.value, fp8.FORWARD)
+            whole = torch.cat([master.to(self.dtype) for master in masters])
+            self._quantised = fp8.quantise(whole, fp8.FORWARD)
+        elif len(masters) == 1 and masters[0].dtype == self.dtype:
+            self.value = masters[0]
+        else:
+            if not len(self.value):
+                size = (sum(map(len, masters)), masters[0].shape[1])
+                self.value = torch.empty(size, dtype=self.dtype, device=masters[0].device)
+            for part, master in zip(self.value.split([len(master) for master in masters]), masters, strict=True):
+                part.copy_(master)
 
     def gather(self) -> None:
         """Let the parameters' `.grad` be parts of the gradient buffer, which starts at zero where there was none."""
         if self._gradient is None:
-            kind = torch.promote_types(self.value.dtype, torch.float32)
-            self._gradient = torch.empty(self.value.shape, dtype=kind, device=self.value.device)
+            first = self.parameters[0]
+            kind = torch.promote_types(self.dtype, torch.float32)
+            size = (sum(len(parameter) for parameter in self.parameters), first.shape[1])
+            self._gradient = torch.empty(size, dtype=kind, device=first.device)
         self._empty = all(parameter.grad is None for parameter in self.parameters)
         parts = self._gradient.split([len(p) for p in self.parameters])
         for part, parameter in zip(parts, self.parameters, strict=True):
