@@ -8,6 +8,7 @@ the matrix products themselves, so no partial sum is ever rounded to 16 bits.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ray_eagle.drafter.model import Drafter
@@ -16,6 +17,9 @@ from ray_eagle.training.pointwise import PLAIN, Pointwise
 
 ROWS = 2048
 """Weight gradients of fewer rows wait for more: a product of few rows is as slow as its sum is large."""
+
+PADDED_ROWS = 64
+"""On CPUs rows come in multiples of this."""
 
 
 class Matrix:
@@ -86,8 +90,9 @@ class Matrix:
             x = fp8.quantise(x_NI, fp8.FORWARD, turned=False)
             out = fp8.product(x, self._quantised.rows(rows), x_NI.dtype)
             return out if add is None else out.add_(add)
-        weight = self.value[rows]
-        return x_NI @ weight.T if add is None else torch.addmm(add, x_NI, weight.T)
+        weight, x = self.value[rows], padded(x_NI)
+        out = x @ weight.T if add is None else torch.addmm(padded(add), x, weight.T)
+        return out[: len(x_NI)]
 
     def incoming(self, grad_NO: Tensor) -> "Gradient":
         """The output's gradient, quantised once for both products where there are enough rows."""
@@ -104,7 +109,7 @@ class Matrix:
     def input_gradient(self, gradient: "Gradient", rows: slice = slice(None)) -> Tensor:
         """[N, in]"""
         if gradient.quantised is None or self._quantised is None:
-            return gradient.value @ self.value[rows]
+            return (padded(gradient.value) @ self.value[rows])[: len(gradient.value)]
         weight = self._quantised.transposed().columns(slice(*rows.indices(self._quantised.count)[:2]))
         return fp8.product(gradient.quantised, weight, gradient.value.dtype)
 
@@ -118,7 +123,7 @@ class Matrix:
 
     def _add(self, sum_OI: Tensor, gradient: "Gradient", x_NI: Tensor, empty: bool) -> None:
         if self._quantised is None:
-            add_product(sum_OI, gradient.value.T, x_NI, empty)
+            add_product(sum_OI, padded(gradient.value).T, padded(x_NI), empty)
             return
         quantised = gradient.quantised
         if quantised is None or not quantised.turned.numel():
@@ -216,4 +221,17 @@ def add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor, empty: bool = False)
 def wide_product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     """a @ b, on GPUs not rounded to 16 bits."""
     halves = a_MK.dtype in (torch.bfloat16, torch.float16)
-    return torch.mm(a_MK, b_KN, out_dtype=torch.float32) if halves and a_MK.is_cuda else a_MK @ b_KN
+    if halves and a_MK.is_cuda:
+        return torch.mm(a_MK, b_KN, out_dtype=torch.float32)
+    return (padded(a_MK) @ b_KN)[: len(a_MK)]
+
+
+def padded(x_NI: Tensor) -> Tensor:
+    """With rows of zeros on CPUs in 16 bits, where products of each new number of rows first compile for milliseconds.
+
+    At most an eighth more rows (or 63), so that whatever the packs are, there are few numbers.
+    """
+    if x_NI.device.type != "cpu" or x_NI.dtype not in (torch.bfloat16, torch.float16):
+        return x_NI
+    unit = max(PADDED_ROWS, 1 << max(0, len(x_NI).bit_length() - 4))
+    return F.pad(x_NI, (0, 0, 0, -len(x_NI) % unit))
