@@ -382,3 +382,24 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     serve: ServeConfig = ServeConfig()
     probe: ProbeConfig = ProbeConfig()
+
+    @model_validator(mode="after")
+    def _engine_can(self) -> "Config":
+        """What the engine cannot do is said before anything starts."""
+        probes = [("breakeven", self.breakeven.concurrencies, self.breakeven.sweep)]
+        if not self.probe.url:
+            chosen = SpeculationConfig(steps=self.probe.steps, topk=self.probe.topk)
+            probes.append(("probe", self.probe.concurrencies, (chosen, *self.probe.sweep)))
+            if self.probe.temperature and self.serve.engine == "reference":
+                raise ValueError("probe.temperature is above 0, but the reference engine is greedy: set serve.engine")
+        for name, concurrencies, settings in probes:
+            most = 1 if self.serve.engine == "reference" else self.serve.max_running
+            if max(concurrencies) > most:
+                way_out = "set serve.engine" if self.serve.engine == "reference" else "raise serve.max_running"
+                raise ValueError(
+                    f"{name}.concurrencies reaches {max(concurrencies)}, but the {self.serve.engine} engine decodes "
+                    f"{most} at once: {way_out}"
+                )
+            if self.serve.engine != "sglang" and any(setting.topk > 1 for setting in settings):
+                raise ValueError(f"{name} asks for topk above 1, but only the sglang engine drafts trees")
+        return self
