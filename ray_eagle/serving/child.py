@@ -88,7 +88,7 @@ class Child:
         while True:
             if not self.alive:
                 self._fail("ended before it was healthy")
-            if self.healthy(5):
+            if self.healthy():
                 return
             now = time.monotonic()
             if self.log.stat().st_size != size:
@@ -99,10 +99,10 @@ class Child:
                 self._fail(f"hangs: neither healthy nor a line in its log for {hang_s:g} s (serve.hang_s)")
             time.sleep(POLL_S)
 
-    def healthy(self, timeout_s: float = HEALTH_S) -> bool:
+    def healthy(self) -> bool:
         """Whether /health says 200 now."""
         try:
-            good = httpx.get(f"{self.url}/health", timeout=timeout_s).status_code == 200
+            good = httpx.get(f"{self.url}/health", timeout=HEALTH_S).status_code == 200
         except httpx.HTTPError:
             return False
         if good:
