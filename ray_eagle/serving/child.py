@@ -21,6 +21,8 @@ TAIL_LINES = 15
 POLL_S = 0.25
 HEALTH_S = 10.0
 """A server that does not answer within this may be busy; `hang_s` decides when it hangs."""
+HEALTH_EVERY_S = 10.0
+"""An idle server is asked this often, since each question costs it a token."""
 STOP_S = supervisor.GRACE_S + 25
 
 
@@ -115,6 +117,8 @@ class Child:
             raise ServingError(f"{self.name}: the server died{self._code()}.{self.tail()}")
         if busy:
             self.last_sign = time.monotonic()  # requests have deadlines of their own
+        elif time.monotonic() - self.last_sign < HEALTH_EVERY_S:
+            return
         elif not self.healthy() and time.monotonic() - self.last_sign > hang_s:
             raise ServingError(
                 f"{self.name}: the server hangs: no answer for {hang_s:g} s (serve.hang_s).{self.tail()}"
