@@ -27,6 +27,7 @@ from ray_eagle.serving.passes import Answer, full_batch, step_seconds, verify_pa
 from ray_eagle.serving.streams import Reply, post_all
 
 ASK_S = 30.0
+NOTHING, EVERYTHING = (math.inf, -math.inf), (-math.inf, math.inf)
 Get = Callable[[str], str]
 """GET of a path of the server: its body. Raises ServingError."""
 
@@ -180,8 +181,12 @@ class ServerEngine:
         except aiohttp.ClientError as error:
             raise ServingError(f"{child.name}: the server broke off ({error!r}).{child.tail()}") from error
         answers = dialect.counted([dialect.answer(reply) for reply in replies], before, dialect.counters(self._get))
-        full = len(work) == concurrency
-        window = full_batch(answers) if full else (math.inf, -math.inf)
+        if len(work) < concurrency:
+            window = NOTHING  # not the batch size that was asked for
+        else:
+            window = full_batch(answers)
+            if window[1] <= window[0]:  # the first was done before the last began
+                window = EVERYTHING
         return [self._generation(each, answer, window) for each, answer in zip(work, answers, strict=True)]
 
     def _generation(self, work: Work, answer: Answer, window: tuple[float, float]) -> Generation:

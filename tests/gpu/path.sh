@@ -64,5 +64,4 @@ done
 date
 for log in $(ls -t /tmp/ray_eagle-*/servers/*.log 2>/dev/null | head -3); do tail -n 60 "$log" >"$OUT/server-$(basename "$log")"; done
 nvidia-smi --query-gpu=memory.used --format=csv,noheader 2>/dev/null
-ls /proc/*/environ | while read -r file; do tr '\0' '\n' <"$file" 2>/dev/null | grep -q '^RAY_EAGLE_OWNED=' && echo "left: $file"; done
-true
+$PY -c "from ray_eagle.serving.supervisor import owned; print('left behind:', owned())"
