@@ -102,8 +102,45 @@ def _stage_command(name: str) -> None:
 
 
 for _name in HELP:
-    if _name != "run":
+    if _name not in ("run", "preflight"):
         _stage_command(_name)
+
+
+@app.command("preflight", help=HELP["preflight"], epilog=_settings_help(("preflight",)), context_settings=ANY_SETTING)
+def preflight_command(
+    context: typer.Context,
+    config: ConfigFile = None,
+    preset: Preset = None,
+    redo: Annotated[bool, typer.Option("--redo", help="Check again (it always does).")] = False,
+    gpus: Annotated[bool, typer.Option("--gpus", help="Only list who is on the GPUs of every node.")] = False,
+    free_gpus: Annotated[
+        bool, typer.Option("--free-gpus", help="End what ray_eagle left behind on GPUs, and wait for the memory.")
+    ] = False,
+    pid: Annotated[
+        list[str] | None, typer.Option("--pid", help="With --free-gpus: end this one too (PID or HOST:PID).")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before ending what --pid names.")] = False,
+    address: Address = None,
+    json_output: Json = False,
+    debug: Debug = False,
+    in_job: InJob = False,
+) -> None:
+    with _explained(debug):
+        loaded = load_config(config, preset, list(context.args))
+        pids = pid or []
+        if (pids or yes) and not free_gpus:
+            raise ConfigError("--pid and --yes belong to --free-gpus: expected it too, found none.")
+        if address:
+            flags = ["--gpus"] * gpus + ["--free-gpus"] * free_gpus + ["--yes"] * yes + ["--json"] * json_output
+            _submit("preflight", loaded, address, flags + [word for each in pids for word in ("--pid", each)])
+        with _stdout_for_results() as out:
+            if gpus or free_gpus:
+                from ray_eagle.cli_preflight import gpus_command
+
+                _quiet()
+                gpus_command(loaded.config, end_stale=free_gpus, pids=pids, sure=yes, json_output=json_output, out=out)
+            else:
+                _run_stage("preflight", loaded.config, redo, False, json_output, in_job, out)
 
 
 @app.command("run", help=HELP["run"], epilog=_settings_help(()), context_settings=ANY_SETTING)
