@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ray_eagle.cli_preflight import FreeGpus, Gpus, Pids, Yes, gpu_flags, gpus_command
 from ray_eagle.config import Config, Section
 from ray_eagle.errors import ConfigError, EagleError
 from ray_eagle.settings import LoadedConfig, load_config
@@ -112,14 +113,10 @@ def preflight_command(
     config: ConfigFile = None,
     preset: Preset = None,
     redo: Annotated[bool, typer.Option("--redo", help="Check again (it always does).")] = False,
-    gpus: Annotated[bool, typer.Option("--gpus", help="Only list who is on the GPUs of every node.")] = False,
-    free_gpus: Annotated[
-        bool, typer.Option("--free-gpus", help="End what ray_eagle left behind on GPUs, and wait for the memory.")
-    ] = False,
-    pid: Annotated[
-        list[str] | None, typer.Option("--pid", help="With --free-gpus: end this one too (PID or HOST:PID).")
-    ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before ending what --pid names.")] = False,
+    gpus: Gpus = False,
+    free_gpus: FreeGpus = False,
+    pid: Pids = None,
+    yes: Yes = False,
     address: Address = None,
     json_output: Json = False,
     debug: Debug = False,
@@ -127,18 +124,13 @@ def preflight_command(
 ) -> None:
     with _explained(debug):
         loaded = load_config(config, preset, list(context.args))
-        pids = pid or []
-        if (pids or yes) and not free_gpus:
-            raise ConfigError("--pid and --yes belong to --free-gpus: expected it too, found none.")
+        flags = gpu_flags(gpus, free_gpus, pid, yes)
         if address:
-            flags = ["--gpus"] * gpus + ["--free-gpus"] * free_gpus + ["--yes"] * yes + ["--json"] * json_output
-            _submit("preflight", loaded, address, flags + [word for each in pids for word in ("--pid", each)])
+            _submit("preflight", loaded, address, flags + ["--json"] * json_output)
         with _stdout_for_results() as out:
-            if gpus or free_gpus:
-                from ray_eagle.cli_preflight import gpus_command
-
+            if flags:
                 _quiet()
-                gpus_command(loaded.config, end_stale=free_gpus, pids=pids, sure=yes, json_output=json_output, out=out)
+                gpus_command(loaded.config, free_gpus, pid or [], yes, json_output, out)
             else:
                 _run_stage("preflight", loaded.config, redo, False, json_output, in_job, out)
 
@@ -300,10 +292,11 @@ def _run_stage(
     with _pipeline(config, in_job) as pipeline:
         if from_shards:
             from ray_eagle.probing.stage import predict_from_shards
+            from ray_eagle.report.table import prediction_line
 
             pipeline.check_current("extract", reader="probe")
             found = predict_from_shards(config, pipeline.run, pipeline.facts, pipeline.progress)
-            text = json.dumps(found.model_dump(mode="json")) if json_output else _prediction(found)
+            text = json.dumps(found.model_dump(mode="json")) if json_output else prediction_line(found)
             print(text, file=out)
             return
         copy_config(config, pipeline.run)
@@ -342,15 +335,6 @@ def _print_report(report: Any, json_output: bool, out: TextIO) -> None:
         print(json.dumps(to_json(report)), file=out)
     else:
         Console(file=out, width=None if out.isatty() else 100).print(render(report))
-
-
-def _prediction(found: Any) -> str:
-    low, high = found.interval
-    marginal = ", ".join(f"{p:.1%}" for p in found.marginal)
-    return (
-        f"predicted acceptance length {found.acceptance_length:.3f} [{low:.3f}, {high:.3f}] over {found.verify_passes} "
-        f"passes of {found.prompts} held-out prompts; at least 1, 2, ... drafts accepted: {marginal}"
-    )
 
 
 def _submit(stage: str, loaded: LoadedConfig, address: str, extra: list[str]) -> NoReturn:

@@ -3,60 +3,72 @@
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from ray_eagle import cluster
 from ray_eagle.config import Config
-from ray_eagle.errors import EagleError
-from ray_eagle.preflight.estimate import human_bytes
-from ray_eagle.preflight.freeing import Freed, free_nodes, look_at_nodes, named, stale
-from ray_eagle.preflight.gpus import Holder, NodeGpus, describe, human_age
+from ray_eagle.errors import ConfigError, EagleError
+
+if TYPE_CHECKING:
+    from ray_eagle.preflight.gpus import Holder
+
+Gpus = Annotated[bool, typer.Option("--gpus", help="Only list who is on the GPUs of every node.")]
+FreeGpus = Annotated[
+    bool, typer.Option("--free-gpus", help="End what ray_eagle left behind on GPUs, and wait for the memory.")
+]
+Pids = Annotated[list[str] | None, typer.Option("--pid", help="With --free-gpus: end this one too (PID or HOST:PID).")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before ending what --pid names.")]
+
+
+def gpu_flags(gpus: bool, free_gpus: bool, pids: Sequence[str] | None, yes: bool) -> list[str]:
+    """The words that say the same again, for a job; none when preflight is to run as usual. Raises ConfigError."""
+    if (pids or yes) and not free_gpus:
+        raise ConfigError("--pid and --yes: expected --free-gpus beside, found none. Add it.")
+    named = [word for pid in pids or () for word in ("--pid", pid)]
+    return ["--gpus"] * gpus + ["--free-gpus"] * free_gpus + named + ["--yes"] * yes
 
 
 def gpus_command(
-    config: Config, *, end_stale: bool, pids: Sequence[str], sure: bool, json_output: bool, out: TextIO
+    config: Config, end_stale: bool, pids: Sequence[str], sure: bool, json_output: bool, out: TextIO
 ) -> None:
     """List who is on the GPUs of every node; with `end_stale` end ours that were left behind, and `pids` once confirmed.
 
     Exits with 1 when something that was to be ended is still there.
     """
+    from ray_eagle import cluster
+    from ray_eagle.preflight.freeing import free_nodes, look_at_nodes, named, stale
+    from ray_eagle.report.gpus import freed_json, freed_words, node_json, render_gpus
+
     cluster.connect(config.ray)
     nodes = look_at_nodes()
-    if not end_stale:
-        _show(nodes, json_output, out)
-        return
-    chosen = named(nodes, pids)
-    others = [holder for holders in chosen.values() for holder in holders if not holder.standing.stale]
-    if others and not sure:
-        _confirm(others)
-    targets = {name: [h.process for h in [*stale(node), *chosen.get(name, [])]] for name, node in nodes.items()}
-    freed = free_nodes({name: list(dict.fromkeys(each)) for name, each in targets.items() if each})
+    freed = {}
+    if end_stale:
+        chosen = named(nodes, pids)
+        others = [holder for holders in chosen.values() for holder in holders if not holder.standing.stale]
+        if others and not sure:
+            _confirm(others)
+        wanted = {key: [h.process for h in [*stale(node), *chosen.get(key, [])]] for key, node in nodes.items()}
+        freed = free_nodes({key: list(dict.fromkeys(each)) for key, each in wanted.items() if each})
+    left = nodes | {key: each.left for key, each in freed.items()}
     if json_output:
-        print(json.dumps([_freed(each) for each in freed.values()]), file=out)
+        found = {"freed": [freed_json(each) for each in freed.values()], "nodes": [node_json(n) for n in left.values()]}
+        print(json.dumps(found), file=out)
     else:
-        for each in freed.values():
-            name = each.left.host
-            for process, outcome in each.outcomes:
-                print(f"{name}: pid {process.pid} {outcome}: {process.command[:100]}", file=out)
-            for gpu, before in zip(each.left.gpus, each.before, strict=True):
-                now = f"{human_bytes(before)} -> {human_bytes(gpu.reading.used)} used"
-                print(f"{name}: GPU {gpu.reading.index}: {now}", file=out)
-            print(f"{name}: settled after {each.seconds:.1f} s", file=out)
-        if not freed:
-            print("nothing of ours was left behind", file=out)
-        _show({name: freed[name].left if name in freed else node for name, node in nodes.items()}, False, out)
+        if end_stale:
+            print("\n".join(map(freed_words, freed.values())) or "Nothing of ours was left behind.", file=out)
+        Console(file=out, width=None if out.isatty() else 160).print(render_gpus(left.values()))
     if any(
         outcome not in ("ended", "killed", "gone before") for each in freed.values() for _, outcome in each.outcomes
     ):
         raise typer.Exit(1)
 
 
-def _confirm(others: Sequence[Holder]) -> None:
+def _confirm(others: Sequence["Holder"]) -> None:
     """Ask on the terminal. Raises EagleError where nobody can answer, or the answer is no."""
+    from ray_eagle.preflight.gpus import describe
+
     for holder in others:
         sys.stderr.write(f"  {describe(holder)}\n")
     if not sys.stdin.isatty():
@@ -67,85 +79,3 @@ def _confirm(others: Sequence[Holder]) -> None:
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise EagleError("--pid: not confirmed, nothing was ended.")
-
-
-def _show(nodes: dict[str, NodeGpus], json_output: bool, out: TextIO) -> None:
-    if json_output:
-        print(json.dumps([_node(node) for node in nodes.values()]), file=out)
-        return
-    table = Table("GPU", "used", "pid", "user", "age", "memory", "whose", "command")
-    for node in nodes.values():
-        name = node.host
-        for gpu in node.gpus:
-            reading = gpu.reading
-            first = f"{name} GPU {reading.index}, {reading.name}"
-            used = f"{human_bytes(reading.used)} of {human_bytes(reading.total)}"
-            rows = [_row(holder) for holder in gpu.holders]
-            if gpu.nobodys:
-                hosts = ", ".join(map(str, gpu.outside)) or "?"
-                rows.append((hosts, "", "", human_bytes(gpu.nobodys), "nobody visible from here", "look on the host"))
-            for row in rows or [("", "", "", "", "", "")]:
-                table.add_row(first, used, *row)
-                first = used = ""
-        for holder in node.left_behind:
-            table.add_row(f"{name}, on no GPU", "", *_row(holder))
-        if not node.gpus:
-            table.add_row(f"{name}: no GPU", "", "", "", "", "", "", "")
-    Console(file=out, width=None if out.isatty() else 160).print(table)
-
-
-def _row(holder: Holder) -> tuple[str, str, str, str, str, str]:
-    process = holder.process
-    memory = "not said" if holder.bytes is None else human_bytes(holder.bytes)
-    return (
-        str(process.pid),
-        process.user,
-        human_age(process.age_s),
-        memory,
-        holder.standing.reason,
-        process.command[:100],
-    )
-
-
-def _freed(freed: Freed) -> dict[str, Any]:
-    outcomes = [{"pid": p.pid, "command": p.command, "outcome": outcome} for p, outcome in freed.outcomes]
-    used = [{"index": g.reading.index, "before": b} for g, b in zip(freed.left.gpus, freed.before, strict=True)]
-    return {"processes": outcomes, "gpus": used, "seconds": round(freed.seconds, 2), "left": _node(freed.left)}
-
-
-def _node(node: NodeGpus) -> dict[str, Any]:
-    gpus = [
-        {
-            "index": gpu.reading.index,
-            "name": gpu.reading.name,
-            "capability": list(gpu.reading.capability),
-            "used": gpu.reading.used,
-            "total": gpu.reading.total,
-            "processes": [_holder(holder) for holder in gpu.holders],
-            "nobodys_bytes": gpu.nobodys,
-            "pids_on_the_host": list(gpu.outside),
-        }
-        for gpu in node.gpus
-    ]
-    return {
-        "host": node.host,
-        "driver": node.driver.version,
-        "cuda": list(node.driver.cuda),
-        "gpus": gpus,
-        "left_behind": [_holder(holder) for holder in node.left_behind],
-    }
-
-
-def _holder(holder: Holder) -> dict[str, Any]:
-    process = holder.process
-    return {
-        "pid": process.pid,
-        "user": process.user,
-        "age_s": round(process.age_s, 1),
-        "bytes": holder.bytes,
-        "command": process.command,
-        "ours": holder.standing.ours,
-        "stale": holder.standing.stale,
-        "reason": holder.standing.reason,
-        "job": process.job,
-    }

@@ -14,7 +14,7 @@ from ray_eagle.preflight.gpus import IDLE_BYTES, Holder, NodeGpus, ReadDriver, i
 from ray_eagle.preflight.processes import PROC, Outcome, Process, end
 
 POLL_S = 0.2
-STEADY_S = 2.0
+STEADY_S = 4.0
 """Memory that nobody counts is taken for settled when it has not changed for so long."""
 MEMORY_S = 20.0
 """Longest wait for the driver to give memory back."""

@@ -19,6 +19,7 @@ from ray_eagle.preflight import machine
 from ray_eagle.preflight.artifacts import Weights
 from ray_eagle.preflight.checks import run_checks
 from ray_eagle.preflight.estimate import estimate_run, human_bytes
+from ray_eagle.preflight.gpus import check_gpus
 from ray_eagle.preflight.report import Finding, PreflightReport
 from ray_eagle.run import Origin, RunFolder
 from ray_eagle.settings import load_config
@@ -346,22 +347,18 @@ def test_gpus_asked_for_where_there_are_none_are_an_error() -> None:
     config = load_config(flags=["--extract.gpus", "1", "--extract.actors", "2", "--train.use_gpu", "true"]).config
     asked, stages = machine.gpu_demand(config)
     assert (asked, stages) == (2, ["extract", "train"])
-    (error,) = machine.check_gpus({"": []}, asked, stages)
+    (error,) = check_gpus({}, asked, stages)
     assert error.level == "error"
     assert "extract, train ask for 2 at the same time, found 0" in error.message
-    (fine,) = machine.check_gpus({"": []}, 0, [])
-    assert fine.level == "ok"
 
 
-def test_gpu_processes_are_reported_and_left_alone() -> None:
-    zombie = machine.GpuProcess(os.getpid(), "ray::Zombie", 81_000_000_000)
-    gpus = [
-        machine.Gpu(0, "H200", 81_500_000_000, 141_000_000_000, (zombie,)),
-        machine.Gpu(1, "H200", 500_000_000, 141_000_000_000, ()),
-    ]
-    held, free = machine.check_gpus({"node-a": gpus}, 2, ["extract"])
-    assert (held.level, free.level) == ("warning", "ok")
-    assert f"node-a GPU 0, H200: 81.5 GB of 141 GB used by pid {os.getpid()} ray::Zombie 81 GB." in held.message
+def test_nodes_that_differ_from_here_or_are_full_are_warnings() -> None:
+    here = {"ray": "2.60.0", "torch": "2.13.0"}
+    versions = {"": here, "a": here, "b": here | {"torch": "2.11.0"}}
+    full, other = machine.check_nodes({"a": 10 << 30, "b": 1}, versions, 1.0)
+    assert (full.level, other.level) == ("warning", "warning")
+    assert full.message.startswith("b: 1 B free at ")
+    assert other.message == "b: other versions than here: torch 2.11.0 (here 2.13.0)."
 
 
 def test_more_cpus_than_ray_counts_are_an_error(target: Path, tmp_path: Path) -> None:
