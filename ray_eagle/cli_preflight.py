@@ -48,7 +48,7 @@ def gpus_command(
         chosen = named(nodes, pids)
         others = [holder for holders in chosen.values() for holder in holders if not holder.standing.stale]
         if others and not sure:
-            _confirm(others)
+            confirm(others)
         wanted = {key: [h.process for h in [*stale(node), *chosen.get(key, [])]] for key, node in nodes.items()}
         freed = free_nodes({key: list(dict.fromkeys(each)) for key, each in wanted.items() if each})
     left = nodes | {key: each.left for key, each in freed.items()}
@@ -65,7 +65,7 @@ def gpus_command(
         raise typer.Exit(1)
 
 
-def _confirm(others: Sequence["Holder"]) -> None:
+def confirm(others: Sequence["Holder"]) -> None:
     """Ask on the terminal. Raises EagleError where nobody can answer, or the answer is no."""
     from ray_eagle.preflight.gpus import describe
 

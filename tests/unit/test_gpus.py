@@ -1,21 +1,26 @@
 """GPUs as a driver would report them (recorded), processes from fake /proc trees or real ones; freeing real processes."""
 
+import io
+import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import ray
+from rich.console import Console
 from typer.testing import CliRunner
 
 from ray_eagle import cli
+from ray_eagle.cli_preflight import confirm
 from ray_eagle.cluster import live_jobs
-from ray_eagle.errors import ConfigError, InputError
+from ray_eagle.errors import ConfigError, EagleError, InputError
 from ray_eagle.preflight.freeing import free, free_nodes, look_at_nodes, named, stale
 from ray_eagle.preflight.gpus import DriverReading, GpuReading, NodeGpus, account, check_gpus, human_age, inspect, nvml
 from ray_eagle.preflight.processes import OWNED_VARIABLE, Process, RayFacts, read_process, scan
-from ray_eagle.report.gpus import freed_words
-from tests.unit.test_processes import ORPHAN, WAIT, Start, fake, start  # noqa: F401
+from ray_eagle.report.gpus import freed_words, render_gpus
+from tests.processes import Start, fake
 
 GB = 10**9
 
@@ -159,7 +164,7 @@ def with_gpu(process: Process, root: Path) -> Path:
 
 
 @pytest.mark.parametrize("size", [80 * GB, None])
-def test_freeing_waits_until_the_memory_is_really_free(start: Start, tmp_path: Path, size: int | None) -> None:  # noqa: F811
+def test_freeing_waits_until_the_memory_is_really_free(start: Start, tmp_path: Path, size: int | None) -> None:
     process = start(orphan=True)
     read = Recorded(process, 1.0, size)
     freed = free([process], read=read, proc=with_gpu(process, tmp_path))
@@ -170,7 +175,7 @@ def test_freeing_waits_until_the_memory_is_really_free(start: Start, tmp_path: P
     assert f"pid {process.pid} ended" in freed_words(freed) and "81 GB -> 0 B used" in freed_words(freed)
 
 
-def test_what_stays_is_said(start: Start, tmp_path: Path) -> None:  # noqa: F811
+def test_what_stays_is_said(start: Start, tmp_path: Path) -> None:
     process = start(orphan=True)
     read = Recorded(process, 60.0, 80 * GB)
     freed = free([process], read=read, proc=with_gpu(process, tmp_path), memory_s=1.0)
@@ -179,7 +184,7 @@ def test_what_stays_is_said(start: Start, tmp_path: Path) -> None:  # noqa: F811
     assert 1.0 <= freed.seconds < 5
 
 
-def test_every_node_of_the_cluster_is_looked_at_and_freed(cluster: None, start: Start) -> None:  # noqa: F811
+def test_every_node_of_the_cluster_is_looked_at_and_freed(cluster: None, start: Start) -> None:
     left_over = start(orphan=True)
     ((node_id, node),) = look_at_nodes().items()
     assert left_over.pid in [h.process.pid for h in stale(node)]
@@ -195,17 +200,46 @@ def test_jobs_of_the_cluster_are_known(cluster: None) -> None:
     assert ray.get_runtime_context().get_job_id() in live_jobs()
 
 
-def test_the_command_lists_and_frees(cluster: None, start: Start) -> None:  # noqa: F811
+def test_the_command_lists_and_refuses_what_is_wrong(
+    cluster: None,
+    start: Start,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     left_over = start(orphan=True)
     runner = CliRunner()
-    listed = runner.invoke(cli.app, ["preflight", "--gpus"])
-    assert (listed.exit_code, str(left_over.pid) in listed.stdout) == (0, True)
-    assert read_process(left_over.pid)
+    assert runner.invoke(cli.app, ["preflight", "--gpus"]).exit_code == 0
+    assert str(left_over.pid) in capfd.readouterr().out
+    assert runner.invoke(cli.app, ["preflight", "--gpus", "--json"]).exit_code == 0
+    (node,) = json.loads(capfd.readouterr().out)["nodes"]
+    assert left_over.pid in [each["pid"] for each in node["left_behind"] if each["stale"] and each["ours"]]
     refused = runner.invoke(cli.app, ["preflight", "--pid", "1"])
     assert (refused.exit_code, "expected --free-gpus" in refused.stderr) == (2, True)
     unknown = runner.invoke(cli.app, ["preflight", "--free-gpus", "--pid", str(left_over.pid)])
     assert (unknown.exit_code, "Only processes that hold a GPU are ended" in unknown.stderr) == (1, True)
     assert read_process(left_over.pid), "nothing is ended when one of the names is wrong"
+
+
+def test_what_is_not_ours_is_ended_only_when_confirmed(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = inspect(lambda: driver(h200(0, 2 * GB, (42, 2 * GB))), proc)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    with pytest.raises(EagleError, match="Say --yes"):  # nobody is at a terminal
+        confirm(node.gpus[0].holders)
+
+
+def test_the_table_reads_well(proc: Path) -> None:
+    reading = driver(h200(0, 83 * GB, (41, 81 * GB)), h200(1, 3 * GB))
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render_gpus([inspect(lambda: reading, proc)]))
+    text = console.export_text()
+    for words in (
+        "GPU 0, NVIDIA H200",
+        "83 GB of 150 GB",
+        "81 GB",
+        "its Ray cluster is gone",
+        "on no GPU",
+        "nobody visible",
+    ):
+        assert words in text
 
 
 def test_nvml_without_a_driver_finds_no_gpu() -> None:
