@@ -227,7 +227,7 @@ def test_what_is_not_ours_is_ended_only_when_confirmed(proc: Path, monkeypatch: 
 
 
 def test_the_table_reads_well(proc: Path) -> None:
-    reading = driver(h200(0, 83 * GB, (41, 81 * GB)), h200(1, 3 * GB))
+    reading = driver(h200(0, 83 * GB, (41, 81 * GB)), h200(1, 3 * GB, (42, GB)))
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(render_gpus([inspect(lambda: reading, proc)]))
     text = console.export_text()
