@@ -232,22 +232,63 @@ class TrainConfig(Section):
 class ServeConfig(Section):
     """The speculative server."""
 
-    engine: Literal["reference"] = "reference"
-    """`reference`: target and drafter in process, greedy chain speculation, batch 1."""
+    engine: Literal["reference", "sglang", "vllm"] = "reference"
+    """`reference`: target and drafter in process, greedy chain speculation, batch 1. `sglang`, `vllm`: their servers, as child processes."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Of both models in the reference engine; in float32 speculative text equals plain text token for token."""
+    """Of target and drafter; in float32 speculative text equals plain text token for token."""
     cpus: Annotated[float, Field(gt=0)] = 1
     """Logical CPUs of the replica; torch uses as many threads."""
     gpus: Annotated[float, Field(ge=0)] = 0
-    """GPUs of the replica."""
+    """GPUs of the replica; sglang and vllm spread the target over all of them (tensor parallel)."""
+    steps: Positive = 3
+    """Draft steps of each speculative cycle that an sglang or vllm server starts with; a probe sets its own."""
+    topk: Positive = 1
+    """Branches of each draft step (sglang only); 1 drafts a chain."""
+    draft_tokens: Positive | None = None
+    """Tokens verified in one pass. Default: steps + 1, the whole chain."""
+    python: str | None = None
+    """Interpreter that has sglang or vllm installed. Default: the replica's own."""
+    env: dict[str, str] = {}
+    """Environment variables of that server; $NAME is replaced from the replica's environment."""
+    args: tuple[str, ...] = ()
+    """Arguments added at the end of the server's command line: attention backend, quantization, ..."""
+    draft_attention: str | None = None
+    """Attention backend of the drafter (sglang), where the target's does not suit it (MLA targets)."""
+    context_length: Positive | None = None
+    """Longest context that the server accepts. Default: the target's."""
+    memory_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of GPU memory for weights and cache. Default: the server's own choice."""
+    max_running: Positive = 16
+    """Requests decoded together at most; CUDA graphs are captured up to this batch size."""
+    version: str | None = None
+    """Treat the installed sglang as this version, when its own is not in the table of known ones."""
     host: str = "127.0.0.1"
-    """Address the HTTP endpoints bind to; loopback unless told otherwise."""
+    """Address the HTTP endpoints bind to; loopback unless told otherwise. The child server listens on loopback always."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """HTTP port; 0 takes a free one."""
     token: str | None = None
     """Bearer token that every request must carry. Default: none."""
     start_s: Annotated[float, Field(gt=0)] = 900
-    """Seconds within which the replica must become healthy."""
+    """Seconds within which the replica must become healthy, and a child server at each start."""
+    hang_s: Annotated[float, Field(gt=0)] = 300
+    """Seconds without a sign of life after which a child server counts as hanging, and its replica as failed."""
+
+    @model_validator(mode="after")
+    def _engine_can(self) -> "ServeConfig":
+        if self.topk > 1 and self.engine != "sglang":
+            raise ValueError(f"topk is {self.topk}, but only the sglang engine drafts trees")
+        return self
+
+
+class SpeculationConfig(Section):
+    """One setting of a sweep."""
+
+    steps: Positive
+    """Draft steps of each speculative cycle."""
+    topk: Positive = 1
+    """Branches of each draft step; 1 drafts a chain."""
+    draft_tokens: Positive | None = None
+    """Tokens verified in one pass. Default: steps + 1, the whole chain."""
 
 
 class ProbeConfig(Section):
@@ -261,10 +302,20 @@ class ProbeConfig(Section):
     """Use only the first N."""
     steps: Positive = 3
     """Draft tokens of each speculative cycle."""
+    topk: Positive = 1
+    """Branches of each draft step (sglang only); 1 drafts a chain."""
+    draft_tokens: Positive | None = None
+    """Tokens verified in one pass. Default: steps + 1, the whole chain."""
+    sweep: tuple[SpeculationConfig, ...] = ()
+    """Further settings to measure: `[{steps: 2}, {steps: 5, topk: 4, draft_tokens: 16}]`. The best one is named."""
+    concurrencies: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1,)
+    """Requests at once; the first one decides the verdict. More than 1 needs sglang or vllm."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 is greedy, and its text is compared with plain decoding. Above 0 needs sglang or vllm."""
     max_new_tokens: Positive = 64
     """Tokens of each answer."""
     plain_prompts: Positive = 16
-    """Prompts also decoded without speculation, for the baseline speed and to compare the text."""
+    """Prompts also decoded without speculation, for the baseline speed and to compare the text (at least 2 batches)."""
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
     """Of the bootstrap interval over prompts."""
     resamples: Positive = 2000
@@ -276,8 +327,12 @@ class BreakevenConfig(Section):
 
     steps: tuple[Positive, ...] = (1, 2, 3, 4)
     """Numbers of draft steps to measure."""
+    sweep: tuple[SpeculationConfig, ...] = ()
+    """Further settings to measure, trees among them (sglang only)."""
+    concurrencies: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1,)
+    """Requests at once. More than 1 needs sglang or vllm."""
     prompts: Positive = 4
-    """Prompts decoded at each setting."""
+    """Prompts decoded at each setting (at least 2 batches)."""
     max_new_tokens: Positive = 24
     """Tokens of each."""
     baseline_tps: Annotated[float, Field(gt=0)] | None = None
@@ -327,3 +382,24 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     serve: ServeConfig = ServeConfig()
     probe: ProbeConfig = ProbeConfig()
+
+    @model_validator(mode="after")
+    def _engine_can(self) -> "Config":
+        """What the engine cannot do is said before anything starts."""
+        probes = [("breakeven", self.breakeven.concurrencies, self.breakeven.sweep)]
+        if not self.probe.url:
+            chosen = SpeculationConfig(steps=self.probe.steps, topk=self.probe.topk)
+            probes.append(("probe", self.probe.concurrencies, (chosen, *self.probe.sweep)))
+            if self.probe.temperature and self.serve.engine == "reference":
+                raise ValueError("probe.temperature is above 0, but the reference engine is greedy: set serve.engine")
+        for name, concurrencies, settings in probes:
+            most = 1 if self.serve.engine == "reference" else self.serve.max_running
+            if max(concurrencies) > most:
+                way_out = "set serve.engine" if self.serve.engine == "reference" else "raise serve.max_running"
+                raise ValueError(
+                    f"{name}.concurrencies reaches {max(concurrencies)}, but the {self.serve.engine} engine decodes "
+                    f"{most} at once: {way_out}"
+                )
+            if self.serve.engine != "sglang" and any(setting.topk > 1 for setting in settings):
+                raise ValueError(f"{name} asks for topk above 1, but only the sglang engine drafts trees")
+        return self

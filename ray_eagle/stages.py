@@ -33,7 +33,7 @@ ORDER = ("preflight", "breakeven", "probe-given", "generate", "extract", "vocab"
 MACHINE_ONLY = frozenset(
     {"actors", "cpus", "gpus", "workers", "cpus_per_worker", "report_every", "max_failures", "keep_checkpoints"}
     | {"min_workers", "trackers", "peak_tflops"}
-    | {"host", "port", "token", "start_s", "url", "stages", "split", "share"}
+    | {"host", "port", "token", "start_s", "hang_s", "python", "env", "url", "stages", "split", "share"}
 )
 """Settings that decide where and how fast, not what: changing them redoes nothing."""
 

@@ -31,7 +31,7 @@ def passes_without_repeats(
     """The accepted counts of the passes whose drafted window starts outside a loop.
 
     A pass that starts at t drafts x[t+2] first; it is dropped when the n-gram that ends at x[t+2] occurred earlier in
-    the answer `tokens` (whose first token has index `prompt_length`).
+    the answer `tokens` (whose first token has index `prompt_length`). Passes of unknown start (-1) are left out.
     """
     flags = repeated_positions(tokens, n)
-    return [j for start, j in zip(starts, accepted, strict=True) if not flags[start + 2 - prompt_length]]
+    return [j for start, j in zip(starts, accepted, strict=True) if start >= 0 and not flags[start + 2 - prompt_length]]

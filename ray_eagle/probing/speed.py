@@ -46,6 +46,31 @@ class Speed(BaseModel):
     speculative_tokens_per_second: float
 
 
+def speedup_interval(
+    made: np.ndarray,
+    passes: np.ndarray,
+    timings: Sequence[Timing | None],
+    *,
+    confidence: float,
+    resamples: int,
+    seed: int,
+) -> tuple[float, float]:
+    """Interval of tau / R, resampling prompts: tau from all of them, R from those decoded both ways.
+
+    `made` and `passes`: tokens and verify passes of each prompt, as in the acceptance length; `timings` likewise, None
+    where a prompt was decoded only once.
+    """
+    times = [[t.cycle_seconds, t.cycles, t.plain_seconds, t.plain_tokens] if t else [0.0] * 4 for t in timings]
+    rows = np.column_stack([made, passes, np.array(times, dtype=np.float64)])
+    return bootstrap(
+        rows,
+        lambda s: (s[:, 0] / s[:, 1]) / ((s[:, 2] / s[:, 3]) / (s[:, 4] / s[:, 5])),
+        confidence,
+        resamples,
+        seed,
+    )
+
+
 def pool(timings: Sequence[Timing], *, confidence: float, resamples: int, seed: int) -> Speed:
     """Pooled speed. Raises InputError when nothing was decoded after the prefill."""
     rows = np.array([[t.cycle_seconds, t.cycles, t.plain_seconds, t.plain_tokens] for t in timings], dtype=np.float64)
@@ -53,7 +78,8 @@ def pool(timings: Sequence[Timing], *, confidence: float, resamples: int, seed: 
     if not cycles or not plain_tokens:
         raise InputError(
             f"speed: expected cycles and plain steps to time, found {cycles} and {plain_tokens} in {len(timings)} "
-            "prompts. Every answer ended with its first token: use other prompts, or raise max_new_tokens."
+            "prompts. Every answer ended with its first token, or at once with others of its batch: use other prompts, or "
+            "raise max_new_tokens."
         )
     speculative_seconds, plain_seconds = float(rows[:, 0].sum()), float(rows[:, 2].sum())
     interval = bootstrap(rows, lambda s: (s[:, 0] / s[:, 1]) / (s[:, 2] / s[:, 3]), confidence, resamples, seed)

@@ -1,7 +1,7 @@
 """The stages `breakeven` and `probe`: serve a drafter, measure it, and put the prediction beside the measurement."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from ray_eagle.config import Config
+from ray_eagle.config import Config, SpeculationConfig
 from ray_eagle.conversations.prompts import Prompt, ShingleIndex, load_prompts, read_prompts, shingles
 from ray_eagle.conversations.template import render_prompt
 from ray_eagle.drafter.checkpoint import check_fits, load_drafter, read_shape
@@ -19,11 +19,13 @@ from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.probing.acceptance import Acceptance, acceptance
 from ray_eagle.probing.breakeven import break_even_from_rates
 from ray_eagle.probing.predict import predict
-from ray_eagle.probing.probe import BreakevenReport, ProbePrompt, ProbeReport, run_breakeven, run_probe
+from ray_eagle.probing.reports import BreakevenReport, ProbePrompt, ProbeReport
+from ray_eagle.probing.sweep import breakeven_with, needed_sentence, probe_with
 from ray_eagle.progress import Progress
 from ray_eagle.run import Folder, RunFolder
 from ray_eagle.serving.app import deployed
 from ray_eagle.serving.client import HttpClient
+from ray_eagle.serving.engine import Speculation
 from ray_eagle.stage import Outcome
 from ray_eagle.target.loading import TargetFacts, head_and_embedding, load_tokenizer
 
@@ -35,10 +37,11 @@ class Breakeven(BaseModel):
     arithmetic: float | None = None
     """R from a given baseline and cycle time; nothing was served."""
 
-    def needed(self, steps: int) -> float | None:
-        """R at a number of draft steps, if it is known."""
+    def needed(self, steps: int, concurrency: int | None = None) -> float | None:
+        """R of a chain of so many draft steps, if it is known; at the first measured concurrency unless one is named."""
         if self.measured:
-            return next((row.needed for row in self.measured.rows if row.steps == steps), None)
+            rows = [row for row in self.measured.rows if row.steps == steps and row.topk == 1]
+            return next((row.needed for row in rows if concurrency in (None, row.concurrency)), None)
         return self.arithmetic
 
 
@@ -67,22 +70,32 @@ def breakeven(config: Config, run: RunFolder, facts: TargetFacts | None, progres
         given = config.drafter.path
         shape = read_shape(Path(given)) if given else new_shape(config.drafter, facts, config.vocab.size)
         progress.say("breakeven: serving the target with a random drafter")
-        with deployed(config, random_shape=shape) as client:
-            chosen = prompts[: settings.prompts]
-            progress.start("breakeven", len(chosen), "prompts")
-            report = run_breakeven(
+        sweep = [Speculation(steps=steps) for steps in settings.steps] + _sweep(settings.sweep)
+        with deployed(_starting_with(config, sweep[0]) if sweep else config, random_shape=shape) as client:
+            chosen = prompts[: max(settings.prompts, *(2 * c for c in settings.concurrencies if c > 1), 1)]
+            report = breakeven_with(
                 client,
                 chosen,
-                settings.steps,
+                engine=config.serve.engine,
+                settings=sweep,
+                concurrencies=settings.concurrencies,
                 max_new_tokens=settings.max_new_tokens,
                 seed=config.seed,
-                progress=lambda done, total, note: progress.advance(1, note),
+                progress=_following(progress, "breakeven"),
             )
         result = Breakeven(measured=report)
         for row in report.rows:
+            name = Speculation(steps=row.steps, topk=row.topk, draft_tokens=row.draft_tokens or 0).name
+            low, high = row.speed.break_even_interval
             progress.say(
-                f"breakeven: with {row.steps} draft steps a drafter must reach {row.needed:.2f} of at most {row.steps + 1}"
+                f"breakeven: with {name.replace(' steps', ' draft steps')} at concurrency {row.concurrency} a drafter must "
+                f"reach {row.needed:.2f} [{low:.2f}, {high:.2f}] of at most {row.steps + 1}"
             )
+        for steps in dict.fromkeys(row.steps for row in report.rows if row.topk == 1):
+            if len(settings.concurrencies) > 1:
+                progress.say(f"breakeven: {needed_sentence(report, steps)}")
+        for note in report.notes:
+            progress.say(f"breakeven: {note}")
     run.of("breakeven").write_json("breakeven.json", result.model_dump())
     return Outcome(facts=result.model_dump())
 
@@ -94,20 +107,40 @@ def probe(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress
     prompts, dropped = probe_prompts(config, facts)
     with ExitStack() as stack:
         local = stack.enter_context(local_copy(folder))
-        # first, so that a drafter for other layers is refused before anything is served
-        predicted = predict_held_out(config, run, facts, local, progress) if run.finished("extract") else None
-        client = stack.enter_context(_client(config, facts, local, progress))
-        progress.start("probe", len(prompts), "prompts")
-        served = run_probe(
+        walks: dict[int, Acceptance | None] = {}
+
+        def predict_at(steps: int) -> Acceptance | None:
+            if steps not in walks:
+                there = run.finished("extract")
+                walks[steps] = predict_held_out(config, run, facts, local, progress, steps) if there else None
+            return walks[steps]
+
+        predict_at(settings.steps)  # first, so that a drafter for other layers is refused before anything is served
+        chosen = Speculation(steps=settings.steps, topk=settings.topk, draft_tokens=settings.draft_tokens or 0)
+        client, engine = stack.enter_context(_client(_starting_with(config, chosen), facts, local, progress))
+        served = probe_with(
             client,
             prompts,
-            steps=settings.steps,
+            engine=engine,
+            settings=[chosen, *_sweep(settings.sweep)],
+            concurrencies=settings.concurrencies,
+            temperature=settings.temperature,
             max_new_tokens=settings.max_new_tokens,
             plain_prompts=settings.plain_prompts,
             confidence=settings.confidence,
             resamples=settings.resamples,
             seed=config.seed,
-            progress=lambda done, total, note: progress.advance(1, note),
+            progress=_following(progress, "probe"),
+            predict=predict_at,
+        )
+        predicted = predict_at(served.steps)
+    for row in served.sweep:
+        low, high = row.speedup_interval
+        progress.say(
+            f"probe: {row.steps} steps, topk {row.topk}, {row.draft_tokens} tokens, concurrency {row.concurrency}: acceptance "
+            f"length {row.acceptance_length:.3f} [{row.interval[0]:.3f}, {row.interval[1]:.3f}], break-even "
+            f"{row.break_even:.3f} [{row.break_even_interval[0]:.3f}, {row.break_even_interval[1]:.3f}], speed-up "
+            f"{row.speedup:.2f} [{low:.2f}, {high:.2f}]"
         )
     progress.say(f"probe: verdict {served.verdict}: {' '.join(served.reasons)}")
     result = Probe(served=served, predicted=predicted, near_duplicates=dropped)
@@ -118,7 +151,7 @@ def probe(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress
 
 
 def predict_held_out(
-    config: Config, run: RunFolder, facts: TargetFacts, drafter_folder: Path, progress: Progress
+    config: Config, run: RunFolder, facts: TargetFacts, drafter_folder: Path, progress: Progress, steps: int
 ) -> Acceptance | None:
     """Acceptance that the walk over captured held-out states predicts, first answers only; None without such states."""
     states = HiddenStates(run.of("extract"), "held_out")
@@ -142,14 +175,14 @@ def predict_held_out(
         states,
         embedding_VH.float(),
         head_VH[drafter.target_ids].float(),
-        config.probe.steps,
+        steps,
         first_answer=config.probe.max_new_tokens,
         progress=lambda: progress.advance(1),
     )
     return acceptance(
         [p.accepted for p in predictions],
         [categories.get(p.source_id, "none") for p in predictions],
-        steps=config.probe.steps,
+        steps=steps,
         confidence=config.probe.confidence,
         resamples=config.probe.resamples,
         seed=config.seed,
@@ -161,7 +194,7 @@ def predict_from_shards(config: Config, run: RunFolder, facts: TargetFacts, prog
     folder = Folder.at(config.drafter.path) if config.drafter.path else run.of("train")
     run.input_key("extract")
     with local_copy(folder) as local:
-        found = predict_held_out(config, run, facts, local, progress)
+        found = predict_held_out(config, run, facts, local, progress, config.probe.steps)
     if found is None:
         raise InputError(
             f"{run.of('extract').path}: expected held-out conversations to walk over, found none. Raise "
@@ -217,8 +250,8 @@ def local_copy(folder: Folder) -> Iterator[Path]:
 
 
 @contextmanager
-def _client(config: Config, facts: TargetFacts, drafter_folder: Path, progress: Progress) -> Iterator[Any]:
-    """A server that already runs at probe.url, or one deployed for as long as the probe lasts."""
+def _client(config: Config, facts: TargetFacts, drafter_folder: Path, progress: Progress) -> Iterator[tuple[Any, str]]:
+    """A server that already runs at probe.url, or one deployed for as long as the probe lasts; and its engine."""
     if config.probe.url:
         with HttpClient(config.probe.url, config.serve.token) as client:
             info = client.info()
@@ -227,8 +260,29 @@ def _client(config: Config, facts: TargetFacts, drafter_folder: Path, progress: 
                     f"probe.url {config.probe.url} serves the target {info.target}, these settings name {facts.path}, which "
                     "differs. Name the same target, or leave probe.url out to deploy a server."
                 )
-            yield client
+            yield client, info.engine
         return
     progress.say(f"probe: serving the target with the drafter in {drafter_folder}")
     with deployed(config, drafter_folder=drafter_folder) as client:
-        yield client
+        yield client, config.serve.engine
+
+
+def _following(progress: Progress, task: str) -> Callable[[int, int, str], None]:
+    """A bar that starts with the first prompt, when it is known how many there are."""
+
+    def advance(done: int, total: int, note: str) -> None:
+        if done == 1:
+            progress.start(task, total, "prompts")
+        progress.advance(1, note)
+
+    return advance
+
+
+def _sweep(settings: Sequence[SpeculationConfig]) -> list[Speculation]:
+    return [Speculation(steps=s.steps, topk=s.topk, draft_tokens=s.draft_tokens or 0) for s in settings]
+
+
+def _starting_with(config: Config, first: Speculation) -> Config:
+    """A server that starts as it will be measured first: one start less."""
+    update = {"steps": first.steps, "topk": first.topk, "draft_tokens": first.draft_tokens}
+    return config.model_copy(update={"serve": config.serve.model_copy(update=update)})

@@ -8,6 +8,7 @@ from ray_eagle.cluster import versions
 from ray_eagle.config import Config
 from ray_eagle.errors import OriginError
 from ray_eagle.probing.breakeven import can_pay
+from ray_eagle.probing.reports import SweepRow
 from ray_eagle.probing.stage import Breakeven, Probe
 from ray_eagle.run import CHECKPOINTS, FOLDERS, RunFolder
 
@@ -47,6 +48,15 @@ class Report(BaseModel):
     """Of the intervals."""
     steps: int
     speedup: float | None = None
+    speedup_interval: tuple[float, float] | None = None
+    concurrency: int = 1
+    """Requests at once, for speeds, break-even and speed-up."""
+    engine: str | None = None
+    sweep: list[SweepRow] = []
+    """Every setting at every concurrency."""
+    by_prompt_length: dict[str, float] = {}
+    mean_context: float | None = None
+    notes: list[str] = []
     plain_tokens_per_second: float | None = None
     speculative_tokens_per_second: float | None = None
     plain_identical_share: float | None = None
@@ -95,7 +105,10 @@ def build_report(config: Config, run: RunFolder) -> Report:
 
 def _add_breakeven(report: Report, found: Breakeven, config: Config) -> None:
     rows = found.measured.rows if found.measured else []
-    report.break_even_before_training = {row.steps: row.needed for row in rows}
+    first = rows[0].concurrency if rows else 1
+    report.break_even_before_training = {
+        row.steps: row.needed for row in rows if row.topk == 1 and row.concurrency == first
+    }
     report.break_even = found.needed(config.probe.steps)
     payable = [row.can_pay for row in rows]
     if found.arithmetic:
@@ -123,6 +136,13 @@ def _add_probe(report: Report, found: Probe) -> None:
     report.break_even = served.break_even
     report.break_even_interval = served.speed.break_even_interval
     report.speedup = served.speedup
+    report.speedup_interval = served.speedup_interval
+    report.concurrency = served.concurrency
+    report.engine = served.engine or None
+    report.sweep = served.sweep
+    report.by_prompt_length = {name: c.acceptance_length for name, c in served.by_prompt_length.items()}
+    report.mean_context = served.mean_context or None
+    report.notes = served.notes
     report.plain_tokens_per_second = served.speed.plain_tokens_per_second
     report.speculative_tokens_per_second = served.speed.speculative_tokens_per_second
     report.plain_identical_share = served.plain_identical_share

@@ -15,7 +15,8 @@ DASH = "-"
 
 def render(report: Report) -> Group:
     """Result, seconds and bytes by stage, and the verdict."""
-    return Group(_result(report), _stages(report), _verdict(report))
+    sweep = [_sweep(report)] if len(report.sweep) > 1 else []
+    return Group(_result(report), *sweep, _stages(report), _verdict(report))
 
 
 def render_forecast(found: Forecast) -> Table:
@@ -83,6 +84,24 @@ def _result(report: Report) -> Table:
     return table
 
 
+def _sweep(report: Report) -> Table:
+    table = Table(title="Every setting measured (* fastest at its concurrency)", title_justify="left")
+    for column in ("steps", "topk", "tokens", "at once", "acceptance length", "break-even", "speed-up", "tokens/s"):
+        table.add_column(column, justify="right")
+    for row in report.sweep:
+        table.add_row(
+            str(row.steps),
+            str(row.topk),
+            str(row.draft_tokens),
+            str(row.concurrency),
+            f"{row.acceptance_length:.2f} [{row.interval[0]:.2f}, {row.interval[1]:.2f}]",
+            f"{row.break_even:.2f}",
+            f"{row.speedup:.2f}x{' *' if row.best else ''}",
+            f"{row.plain_tokens_per_second:.0f} -> {row.speculative_tokens_per_second:.0f}",
+        )
+    return table
+
+
 def _stages(report: Report) -> Table:
     table = Table(title="Stages", title_justify="left")
     table.add_column("stage")
@@ -106,7 +125,7 @@ def _verdict(report: Report) -> Text:
     text = Text()
     text.append("Verdict: ", style="bold")
     text.append(report.verdict or "none yet", style=f"bold {COLOURS.get(report.verdict or '', 'white')}")
-    for reason in report.reasons:
+    for reason in [*report.reasons, *report.notes]:
         text.append(f"\n  {reason}")
     if report.drafter:
         text.append(f"\n  Drafter: {report.drafter}")

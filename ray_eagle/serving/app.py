@@ -32,7 +32,17 @@ from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.errors import ConfigError, EagleError, InputError, ServingError
 from ray_eagle.probing.probe import ProbeReport
 from ray_eagle.serving.client import HandleClient
-from ray_eagle.serving.messages import GenerateReply, GenerateRequest, Health, Info, ProbeRequest
+from ray_eagle.serving.engine import EngineFacts
+from ray_eagle.serving.messages import (
+    ConfigureRequest,
+    DecodeReply,
+    DecodeRequest,
+    GenerateReply,
+    GenerateRequest,
+    Health,
+    Info,
+    ProbeRequest,
+)
 from ray_eagle.serving.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -106,7 +116,9 @@ class Server:
         seed: int,
     ) -> None:
         self.token = config.token
-        self._thread = ThreadPoolExecutor(max_workers=1)
+        # a server in a child process batches what comes at the same time
+        self._thread = ThreadPoolExecutor(max_workers=1 if config.engine == "reference" else config.max_running)
+        self._watch = ThreadPoolExecutor(max_workers=1)
         counted = _Metrics().count
         # in the engine's own thread: torch keeps its number of threads for each thread
         self._replica = self._thread.submit(
@@ -121,13 +133,34 @@ class Server:
     async def probe(self, request: ProbeRequest) -> ProbeReport:
         return await self._queued(self._replica.probe, request)
 
+    @api.post("/configure")
+    async def configure(self, request: ConfigureRequest) -> EngineFacts:
+        return await self._queued(self._replica.configure, request)
+
+    @api.post("/decode")
+    async def decode(self, request: DecodeRequest) -> DecodeReply:
+        return await self._queued(self._replica.decode, request)
+
+    @api.get("/engine")
+    async def engine(self) -> EngineFacts:
+        return await self._queued(self._replica.engine)
+
     @api.get("/info")
     async def info(self) -> Info:
-        return self._replica.info()
+        return await asyncio.get_running_loop().run_in_executor(self._watch, self._replica.info)
 
     @api.get("/health")
     async def health(self) -> Health:
         return await self._queued(self._replica.health)
+
+    async def check_health(self) -> None:
+        """Asked by Serve every few seconds: an engine that can never answer again means a new replica."""
+        await asyncio.get_running_loop().run_in_executor(self._watch, self._replica.check)
+
+    def __del__(self) -> None:
+        """Serve calls it before it ends the replica."""
+        if hasattr(self, "_replica"):
+            self._replica.close()
 
     async def _queued(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
@@ -244,8 +277,8 @@ def _await_running(app_name: str, start_s: float) -> None:
 
 
 def _own_words(message: str) -> str:
-    """The message of our own error at the end of a remote traceback, or the whole of what Serve says."""
-    found = re.findall(r"ray_eagle\.errors\.\w+: (.+)", message)
+    """The message of our own error at the end of a remote traceback, indented lines of a log included, or all of it."""
+    found = re.findall(r"ray_eagle\.errors\.\w+: (.+(?:\n {4}\S.*)*)", message)
     return found[-1] if found else message.strip()
 
 

@@ -10,7 +10,16 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from ray_eagle.errors import EagleError, InputError, ServingError
-from ray_eagle.serving.messages import GenerateReply, GenerateRequest, Health, Info
+from ray_eagle.serving.engine import EngineFacts, Speculation
+from ray_eagle.serving.messages import (
+    ConfigureRequest,
+    DecodeReply,
+    DecodeRequest,
+    GenerateReply,
+    GenerateRequest,
+    Health,
+    Info,
+)
 
 Reply = TypeVar("Reply", bound=BaseModel)
 
@@ -24,7 +33,18 @@ class HandleClient:
 
     def generate(self, **request: Any) -> GenerateReply:
         """Fields of GenerateRequest. Raises InputError for a bad request, ServingError when the replica is gone."""
-        return self._ask("generate", _request(request))
+        return self._ask("generate", _request(GenerateRequest, request))
+
+    def configure(self, speculation: Speculation | None) -> EngineFacts:
+        """Decode so from now on. Raises ConfigError for what the engine cannot do, ServingError."""
+        return self._ask("configure", ConfigureRequest(speculation=speculation))
+
+    def decode(self, **request: Any) -> list[GenerateReply]:
+        """Fields of DecodeRequest. Raises as `generate`."""
+        return self._ask("decode", _request(DecodeRequest, request)).replies
+
+    def engine(self) -> EngineFacts:
+        return self._ask("engine")
 
     def info(self) -> Info:
         return self._ask("info")
@@ -64,7 +84,18 @@ class HttpClient:
 
     def generate(self, **request: Any) -> GenerateReply:
         """Fields of GenerateRequest. Raises InputError for a bad request, ServingError when the server fails."""
-        return self._ask(GenerateReply, "POST", "generate", _request(request).model_dump())
+        return self._ask(GenerateReply, "POST", "generate", _request(GenerateRequest, request).model_dump())
+
+    def configure(self, speculation: Speculation | None) -> EngineFacts:
+        """Decode so from now on. Raises InputError for what the engine cannot do, ServingError."""
+        return self._ask(EngineFacts, "POST", "configure", ConfigureRequest(speculation=speculation).model_dump())
+
+    def decode(self, **request: Any) -> list[GenerateReply]:
+        """Fields of DecodeRequest. Raises as `generate`."""
+        return self._ask(DecodeReply, "POST", "decode", _request(DecodeRequest, request).model_dump()).replies
+
+    def engine(self) -> EngineFacts:
+        return self._ask(EngineFacts, "GET", "engine")
 
     def info(self) -> Info:
         return self._ask(Info, "GET", "info")
@@ -92,9 +123,9 @@ class HttpClient:
             ) from None
 
 
-def _request(fields: dict[str, Any]) -> GenerateRequest:
+def _request(kind: type[Reply], fields: dict[str, Any]) -> Reply:
     try:
-        return GenerateRequest.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'request'}: {e['msg']}" for e in error.errors())
         raise InputError(f"generate: {faults}.") from None

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ray_eagle.drafter.shape import DrafterShape
+from ray_eagle.serving.engine import Speculation
 from ray_eagle.serving.generation import Generation, VerifyPass
 
 Positive = Annotated[int, Field(ge=1)]
@@ -45,10 +46,30 @@ class GenerateRequest(PromptSource):
     """POST /generate."""
 
     max_new_tokens: Positive = 64
-    steps: Positive = 3
-    """Draft tokens of each cycle."""
+    steps: Positive | None = None
+    """Draft steps of each cycle. Default: as the engine drafts now; only the reference engine can change it for one request."""
     plain: bool = False
     """Decode without speculation."""
+
+
+class ConfigureRequest(Message):
+    """POST /configure: how the engine decodes from now on. A server in a child process restarts for it."""
+
+    speculation: Speculation | None
+    """null: without speculation."""
+
+
+class DecodeRequest(Message):
+    """POST /decode: a batch of prompts, decoded as the engine is configured."""
+
+    prompts: Annotated[list[list[int]], Field(min_length=1)]
+    """Token ids of each."""
+    max_new_tokens: Positive = 64
+    concurrency: Positive = 1
+    """How many at once."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    gaps: bool = False
+    """Also say how far apart the two best tokens were (without speculation only)."""
 
 
 class GenerateReply(Message):
@@ -65,6 +86,7 @@ class GenerateReply(Message):
     decode_seconds: float
     decode_tokens: int
     step_seconds: float
+    gaps: list[float] = []
 
     @property
     def generation(self) -> Generation:
@@ -76,7 +98,14 @@ class GenerateReply(Message):
             self.decode_seconds,
             self.decode_tokens,
             self.step_seconds,
+            self.gaps,
         )
+
+
+class DecodeReply(Message):
+    """The answers, in the order of the prompts."""
+
+    replies: list[GenerateReply]
 
 
 class ProbeItem(PromptSource):
@@ -91,6 +120,12 @@ class ProbeRequest(Message):
 
     prompts: Annotated[list[ProbeItem], Field(min_length=1)]
     steps: Positive = 3
+    topk: Positive = 1
+    draft_tokens: Positive | None = None
+    sweep: list[Speculation] = []
+    """Further settings to measure."""
+    concurrencies: Annotated[list[Positive], Field(min_length=1)] = [1]
+    temperature: Annotated[float, Field(ge=0)] = 0.0
     max_new_tokens: Positive = 64
     plain_prompts: Positive = 16
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95

@@ -7,9 +7,12 @@ greedy decoding. A cycle is whole (take in, draft, verify), so cycle times compa
 """
 
 import inspect
+import os
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +25,9 @@ from ray_eagle.drafter.checkpoint import check_fits, load_drafter
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.drafter.start import random_drafter
-from ray_eagle.errors import ConfigError, InputError, TargetError, explain
+from ray_eagle.errors import ConfigError, TargetError, explain
 from ray_eagle.serving.chain import DrafterChain, Drafting
+from ray_eagle.serving.engine import EngineFacts, Speculation, Work, check_prompt, need_one_drafter
 from ray_eagle.serving.generation import Generation, VerifyPass
 from ray_eagle.target.generation import eos_ids
 from ray_eagle.target.loading import TargetFacts, load_model, load_tokenizer, read_facts
@@ -31,6 +35,8 @@ from ray_eagle.target.loading import TargetFacts, load_model, load_tokenizer, re
 
 class ReferenceEngine:
     """Greedy decoding of a transformers causal LM, plain or with a drafter. Not thread-safe."""
+
+    parallel = 1
 
     def __init__(self, model: Any, eos_ids: Sequence[int], drafter: Drafter | Drafting | None = None) -> None:
         self.model = model
@@ -41,6 +47,7 @@ class ReferenceEngine:
         # transformers is renaming the argument, one model after another
         names = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
+        self._speculation: Speculation | None = None
         self._captured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self._chain: Drafting | None = None
@@ -55,19 +62,68 @@ class ReferenceEngine:
         layers = self.model.get_decoder().layers
         self._hooks = [layers[i].register_forward_hook(self._capture(i)) for i in self._chain.aux_layers]
 
+    def configure(self, speculation: Speculation | None) -> None:
+        """How `generate` decodes. Raises ConfigError for trees and part-verified chains, and without a drafter."""
+        if speculation and (speculation.topk > 1 or speculation.draft_tokens != speculation.steps + 1):
+            raise ConfigError(
+                f"reference engine: expected a chain (topk 1, draft_tokens = steps + 1), found {speculation.name}. Use "
+                "serve.engine sglang for trees."
+            )
+        if speculation and self._chain is None:
+            raise ConfigError("speculative decoding: expected a drafter, found no drafter.")
+        self._speculation = speculation
+
+    def generate(self, work: Sequence[Work], concurrency: int = 1) -> list[Generation]:
+        """One after the other, greedily. Raises ConfigError for more at once, or for sampling."""
+        if concurrency > 1 or any(each.temperature > 0 for each in work):
+            raise ConfigError(
+                f"reference engine: expected greedy decoding of one prompt at a time, found {concurrency} at once"
+                f"{', sampled' if any(each.temperature > 0 for each in work) else ''}. Use serve.engine sglang."
+            )
+        chosen = self._speculation
+        if chosen is None:
+            return [self.plain(each.input_ids, each.max_new_tokens, gaps=each.gaps) for each in work]
+        return [self.speculate(each.input_ids, each.max_new_tokens, chosen.steps) for each in work]
+
+    def facts(self) -> EngineFacts:
+        return EngineFacts(
+            name="reference",
+            version=version("transformers"),
+            server=str(os.getpid()),
+            speculation=self._speculation,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            device=str(self._device),
+            max_positions=self.max_positions,
+        )
+
+    def health(self) -> None:
+        """Make one real token."""
+        self.plain([0], 1)
+
+    def check(self) -> None:
+        """It lives as long as its process."""
+
+    def close(self) -> None:
+        """It ends with its process."""
+
     @torch.inference_mode()
-    def plain(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Generation:
+    def plain(self, prompt_ids: Sequence[int], max_new_tokens: int, *, gaps: bool = False) -> Generation:
         """One token a target forward. Raises InputError for a prompt that is empty or too long."""
         self._check(prompt_ids, max_new_tokens)
         clock = _Clock(self._device)
         cache = DynamicCache()
-        tokens = self._forward(list(prompt_ids), cache, keep=1)
+        logits_TV = self._logits(list(prompt_ids), cache, keep=1)
+        tokens, apart = [int(logits_TV[-1].argmax())], [self._gap(logits_TV[-1])] if gaps else []
         prefill_seconds = clock.lap()
         laps: list[float] = []
         while self._unfinished(tokens, max_new_tokens):
-            tokens += self._forward(tokens[-1:], cache)
+            logits_TV = self._logits(tokens[-1:], cache)
+            tokens.append(int(logits_TV[-1].argmax()))
+            if gaps:
+                apart.append(self._gap(logits_TV[-1]))
             laps.append(clock.lap())
-        return self._generation(tokens, [], max_new_tokens, prefill_seconds, laps)
+        made = self._generation(tokens, [], max_new_tokens, prefill_seconds, laps)
+        return replace(made, gaps=apart[: len(made.tokens)])
 
     @torch.inference_mode()
     def speculate(self, prompt_ids: Sequence[int], max_new_tokens: int, steps: int) -> Generation:
@@ -109,9 +165,13 @@ class ReferenceEngine:
 
     def _forward(self, tokens: list[int], cache: DynamicCache, keep: int = 0) -> list[int]:
         """The target's argmax after each token (after the last `keep` only); appends to the cache, captures states."""
+        return self._logits(tokens, cache, keep).argmax(-1).tolist()
+
+    def _logits(self, tokens: list[int], cache: DynamicCache, keep: int = 0) -> Tensor:
+        """[T, V], or [keep, V]."""
         input_ids = torch.tensor([tokens], device=self._device)
         arguments = {self._cache_argument: cache, "use_cache": True, "logits_to_keep": keep}
-        return self.model(input_ids=input_ids, **arguments).logits[0].argmax(-1).tolist()
+        return self.model(input_ids=input_ids, **arguments).logits[0]
 
     def _capture(self, layer: int) -> Any:
         def hook(module: Any, inputs: Any, output: Any) -> None:
@@ -142,19 +202,14 @@ class ReferenceEngine:
         return Generation(tokens, passes, reason, prefill_seconds, sum(laps), len(tokens) - 1, typical)
 
     def _check(self, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
-        vocabulary = self._embedding.num_embeddings
-        if not prompt_ids:
-            raise InputError("prompt: expected at least one token, found none. Give text, messages or input_ids.")
-        if min(prompt_ids) < 0 or max(prompt_ids) >= vocabulary:
-            raise InputError(
-                f"prompt: expected token ids from 0 to {vocabulary - 1}, found {min(prompt_ids)} to {max(prompt_ids)}. "
-                "Tokenize with the target's tokenizer."
-            )
-        if max_new_tokens < 1 or len(prompt_ids) + max_new_tokens > self.max_positions:
-            raise InputError(
-                f"prompt of {len(prompt_ids)} tokens and max_new_tokens {max_new_tokens}: expected at least one new "
-                f"token and at most {self.max_positions} in all (the target's max_position_embeddings). Shorten either."
-            )
+        check_prompt(
+            prompt_ids, max_new_tokens, vocabulary=self._embedding.num_embeddings, max_positions=self.max_positions
+        )
+
+    def _gap(self, logits_V: Tensor) -> float:
+        """How far apart the two best tokens are in log-probability."""
+        first, second = logits_V.float().log_softmax(-1).topk(2).values.tolist()
+        return first - second
 
 
 def load_engine(
@@ -169,10 +224,7 @@ def load_engine(
     Raises TargetError, CheckpointError (a damaged drafter, or one made for another target), ConfigError unless exactly
     one drafter is given.
     """
-    if (drafter_folder is None) == (random_shape is None):
-        raise ConfigError(
-            "reference engine: expected either a drafter folder or a random shape, found both or neither."
-        )
+    need_one_drafter(drafter_folder, random_shape, "reference")
     torch.set_num_threads(max(1, round(serve_config.cpus)))
     device = torch.device("cuda" if serve_config.gpus > 0 else "cpu")
     facts = read_facts(target_config)

@@ -4,9 +4,10 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,14 +15,28 @@ import ray_eagle
 from ray_eagle.config import ServeConfig, TargetConfig
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.errors import InputError
-from ray_eagle.probing.probe import ProbePrompt, ProbeReport, run_probe
-from ray_eagle.serving.messages import GenerateReply, GenerateRequest, Health, Info, ProbeRequest, PromptSource
-from ray_eagle.serving.reference import load_engine
+from ray_eagle.probing.probe import ProbePrompt, ProbeReport, Progress
+from ray_eagle.probing.sweep import probe_with
+from ray_eagle.serving.engine import EngineFacts, Speculation, Work
+from ray_eagle.serving.engines import load_engine
+from ray_eagle.serving.generation import Generation
+from ray_eagle.serving.messages import (
+    ConfigureRequest,
+    DecodeReply,
+    DecodeRequest,
+    GenerateReply,
+    GenerateRequest,
+    Health,
+    Info,
+    ProbeRequest,
+    PromptSource,
+)
+from ray_eagle.serving.reference import ReferenceEngine
 from ray_eagle.target.loading import load_tokenizer
 
 
 class Replica:
-    """Answers the four requests. Not thread-safe: the caller sends one request at a time (except `info`)."""
+    """Answers requests. As thread-safe as its engine: the caller sends `parallel` at a time (except `info` and `check`)."""
 
     def __init__(
         self,
@@ -36,42 +51,84 @@ class Replica:
         self._engine, self._facts, self._shape = load_engine(target, serve, drafter_folder, random_shape, seed)
         self._tokenizer = load_tokenizer(self._facts, target)
         self._on_reply = on_reply
-        self._engine_name = serve.engine
+        self._serve = serve
         self._drafter = str(drafter_folder or "random")
 
     def generate(self, request: GenerateRequest) -> GenerateReply:
-        """Raises InputError for a prompt that cannot be tokenized, is empty or too long."""
-        return self._answer(self._tokens(request), request.max_new_tokens, request.steps, request.plain)
+        """Raises InputError for a prompt that cannot be tokenized, is empty or too long, and for another way to decode than
+        the engine can switch to for one request."""
+        tokens = self._tokens(request)
+        if isinstance(self._engine, ReferenceEngine):
+            return self.one(tokens, request.max_new_tokens, request.steps or self._serve.steps, request.plain)
+        now = self._engine.facts().speculation
+        wanted = None if request.plain else now if request.steps is None else Speculation(steps=request.steps)
+        if wanted != now or (now is None and not request.plain):
+            raise InputError(
+                f"generate: the {self._serve.engine} server decodes {now.name if now else 'without speculation'} and would "
+                "have to restart for anything else. Leave steps and plain out, or POST /configure first."
+            )
+        return self._replies([tokens], self._engine.generate([Work(tokens, request.max_new_tokens)]))[0]
 
-    def probe(self, request: ProbeRequest) -> ProbeReport:
-        """The probe report over the request's prompts. Raises InputError as `run_probe`."""
+    def one(self, input_ids: list[int], max_new_tokens: int, steps: int, plain: bool) -> GenerateReply:
+        """One answer of the reference engine, which switches between both ways for free."""
+        engine = self._engine
+        assert isinstance(engine, ReferenceEngine)
+        made = engine.plain(input_ids, max_new_tokens) if plain else engine.speculate(input_ids, max_new_tokens, steps)
+        return self._replies([input_ids], [made])[0]
+
+    def configure(self, request: ConfigureRequest) -> EngineFacts:
+        """Raises ConfigError for what the engine cannot do, ServingError when its server does not restart."""
+        self._engine.configure(request.speculation)
+        return self._engine.facts()
+
+    def decode(self, request: DecodeRequest) -> DecodeReply:
+        """Raises as `Engine.generate`."""
+        work = [
+            Work(ids, request.max_new_tokens, temperature=request.temperature, gaps=request.gaps)
+            for ids in request.prompts
+        ]
+        made = self._engine.generate(work, request.concurrency)
+        return DecodeReply(replies=self._replies(request.prompts, made))
+
+    def engine(self) -> EngineFacts:
+        return self._engine.facts()
+
+    def probe(self, request: ProbeRequest, progress: Progress = lambda done, total, note: None) -> ProbeReport:
+        """The probe report over the request's prompts. Raises as `probe_with`."""
         prompts = [
             ProbePrompt(id=item.id, category=item.category, input_ids=self._tokens(item)) for item in request.prompts
         ]
-        return run_probe(
-            _Local(self._answer),
+        chosen = Speculation(steps=request.steps, topk=request.topk, draft_tokens=request.draft_tokens or 0)
+        return probe_with(
+            _Local(self),
             prompts,
-            steps=request.steps,
+            engine=self._serve.engine,
+            settings=[chosen, *request.sweep],
+            concurrencies=request.concurrencies,
+            temperature=request.temperature,
             max_new_tokens=request.max_new_tokens,
             plain_prompts=request.plain_prompts,
             confidence=request.confidence,
             resamples=request.resamples,
             seed=request.seed,
+            progress=progress,
         )
 
     def info(self) -> Info:
-        parameter = next(self._engine.model.parameters())
+        facts = self._engine.facts()
         packages = {name: version(name) for name in ("ray", "torch", "transformers")}
+        if facts.version and facts.name != "reference":
+            packages[facts.name] = facts.version
         return Info(
-            engine=self._engine_name,
+            engine=self._serve.engine,
             target=str(self._facts.path),
             target_fingerprint=self._facts.fingerprint,
             drafter=self._drafter,
             shape=self._shape,
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            device=str(parameter.device),
+            dtype=facts.dtype,
+            device=facts.device,
             threads=torch.get_num_threads(),
-            max_positions=self._engine.max_positions,
+            max_positions=facts.max_positions,
             versions={"ray_eagle": ray_eagle.__version__, "python": platform.python_version(), **packages},
             node=socket.gethostname(),
             pid=os.getpid(),
@@ -80,16 +137,24 @@ class Replica:
     def health(self) -> Health:
         """Make one real token."""
         started = time.perf_counter()
-        self._engine.plain([0], 1)
+        self._engine.health()
         return Health(ok=True, seconds=time.perf_counter() - started)
 
-    def _answer(self, input_ids: list[int], max_new_tokens: int, steps: int, plain: bool) -> GenerateReply:
-        engine = self._engine
-        made = engine.plain(input_ids, max_new_tokens) if plain else engine.speculate(input_ids, max_new_tokens, steps)
-        text = self._tokenizer.decode(made.tokens, skip_special_tokens=True)
-        reply = GenerateReply(text=text, prompt_length=len(input_ids), **vars(made))
-        self._on_reply(reply)
-        return reply
+    def check(self) -> None:
+        """Raises ServingError when the engine can never answer again."""
+        self._engine.check()
+
+    def close(self) -> None:
+        """End what the engine started."""
+        self._engine.close()
+
+    def _replies(self, prompts: Sequence[list[int]], made: Sequence[Generation]) -> list[GenerateReply]:
+        replies = []
+        for ids, each in zip(prompts, made, strict=True):
+            text = self._tokenizer.decode(each.tokens, skip_special_tokens=True)
+            replies.append(GenerateReply(text=text, prompt_length=len(ids), **vars(each)))
+            self._on_reply(replies[-1])
+        return replies
 
     def _tokens(self, source: PromptSource) -> list[int]:
         if source.input_ids is not None:
@@ -107,10 +172,19 @@ class Replica:
 
 
 class _Local:
-    """The `probe.Client` of an engine in the same process."""
+    """The probe's client of a replica in the same process."""
 
-    def __init__(self, answer: Callable[[list[int], int, int, bool], GenerateReply]) -> None:
-        self._answer = answer
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
 
     def generate(self, *, input_ids: list[int], max_new_tokens: int, steps: int, plain: bool) -> GenerateReply:
-        return self._answer(input_ids, max_new_tokens, steps, plain)
+        return self._replica.one(input_ids, max_new_tokens, steps, plain)
+
+    def configure(self, speculation: Speculation | None) -> EngineFacts:
+        return self._replica.configure(ConfigureRequest(speculation=speculation))
+
+    def engine(self) -> EngineFacts:
+        return self._replica.engine()
+
+    def decode(self, **request: Any) -> list[GenerateReply]:
+        return self._replica.decode(DecodeRequest.model_validate(request)).replies

@@ -1,0 +1,381 @@
+"""Measure several settings at several concurrencies, on an engine that restarts to change how it drafts.
+
+Each setting is one start of the server: all prompts at the first concurrency, some at the others. Then the server starts
+once more without speculation, for the baseline of all of them and to compare the text. What a measurement would silently
+get wrong is refused: simulated acceptance, a server that restarted in between, fewer requests at once than asked.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ray_eagle.errors import InputError, ServingError
+from ray_eagle.probing.acceptance import acceptance
+from ray_eagle.probing.breakeven import speedup
+from ray_eagle.probing.probe import WARM_UP_TOKENS, Client, Predict, Progress, run_breakeven, run_probe
+from ray_eagle.probing.reports import (
+    Bootstrap,
+    BreakevenReport,
+    BreakevenRow,
+    Difference,
+    ProbePrompt,
+    ProbeReport,
+    SweepRow,
+    breakeven_row,
+    build_report,
+    context_notes,
+    differences_from,
+    evenly,
+    mean_context,
+    timing,
+)
+from ray_eagle.probing.speed import pool, speedup_interval
+from ray_eagle.serving.engine import EngineFacts, Speculation
+from ray_eagle.serving.generation import complete_passes
+from ray_eagle.serving.messages import GenerateReply
+
+MAX_GAP = 0.25
+"""A first difference from plain text is rounding when the two best tokens were this close in log-probability (two steps of
+bfloat16, measured on SGLang 0.5.17): beyond it the engine verified wrongly."""
+SHOWN = 3
+
+Replies = dict[int, GenerateReply]
+"""By the number of the prompt."""
+
+
+class BatchClient(Protocol):
+    """What a sweep asks of a server."""
+
+    def configure(self, speculation: Speculation | None) -> EngineFacts:
+        """Decode so from now on."""
+
+    def engine(self) -> EngineFacts:
+        """What the engine says of itself now."""
+
+    def decode(self, **request: Any) -> list[GenerateReply]:
+        """Fields of DecodeRequest."""
+
+
+class ProbeClient(Client, BatchClient, Protocol):
+    """Either way."""
+
+
+def probe_with(
+    client: ProbeClient,
+    prompts: Sequence[ProbePrompt],
+    *,
+    engine: str,
+    settings: Sequence[Speculation],
+    concurrencies: Sequence[int],
+    temperature: float,
+    **options: Any,
+) -> ProbeReport:
+    """The report of the best setting, by `run_probe` where one reference engine decodes both ways in turn."""
+    first = settings[0]
+    chain = first.topk == 1 and first.draft_tokens == first.steps + 1
+    if engine == "reference" and len(settings) == 1 and chain and list(concurrencies) == [1] and not temperature:
+        report = run_probe(client, prompts, steps=first.steps, **options)
+        return report.model_copy(update={"engine": "reference"})
+    return run_sweep(
+        client, prompts, settings=settings, concurrencies=concurrencies, temperature=temperature, **options
+    )
+
+
+def breakeven_with(
+    client: ProbeClient,
+    prompts: Sequence[ProbePrompt],
+    *,
+    engine: str,
+    settings: Sequence[Speculation],
+    concurrencies: Sequence[int],
+    **options: Any,
+) -> BreakevenReport:
+    """R of each setting at each concurrency."""
+    if engine == "reference":
+        return run_breakeven(client, prompts, [setting.steps for setting in settings], **options)
+    return run_breakeven_sweep(client, prompts, settings=settings, concurrencies=concurrencies, **options)
+
+
+def run_sweep(
+    client: BatchClient,
+    prompts: Sequence[ProbePrompt],
+    *,
+    settings: Sequence[Speculation],
+    concurrencies: Sequence[int],
+    temperature: float = 0.0,
+    max_new_tokens: int,
+    plain_prompts: int,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+    progress: Progress = lambda done, total, note: None,
+    predict: Predict = lambda steps: None,
+) -> ProbeReport:
+    """Measure every setting and report the best one at the first concurrency.
+
+    Raises InputError without prompts or complete passes, ServingError when the figures would not mean what they say, and
+    what the client raises.
+    """
+    _need(prompts, settings)
+    bootstrap = Bootstrap(confidence, resamples, seed)
+    settings, first = list(dict.fromkeys(settings)), concurrencies[0]
+    both_ways = {c: evenly(len(prompts), _enough(plain_prompts, c)) for c in concurrencies}
+    plan = {c: list(range(len(prompts))) if c == first else both_ways[c] for c in concurrencies}
+    total = len(settings) * sum(map(len, plan.values())) + sum(map(len, both_ways.values()))
+    tick = _Ticker(progress, total)
+    request = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    speculative: dict[tuple[Speculation, int], Replies] = {}
+    facts: dict[Speculation, EngineFacts] = {}
+    for setting in settings:
+        with_setting = _Phase(client, setting, max(concurrencies))
+        facts[setting] = with_setting.facts
+        for c in concurrencies:
+            speculative[setting, c] = with_setting.decode(prompts, plan[c], c, request, tick)
+        with_setting.finish()
+    plainly = _Phase(client, None, max(concurrencies))
+    plain = {c: plainly.decode(prompts, both_ways[c], c, request, tick) for c in concurrencies}
+    differing: dict[Speculation, list[Difference]] = {setting: [] for setting in settings}
+    if not temperature:
+        pairs = {setting: (speculative[setting, first], plain[first]) for setting in settings}
+        parted = sorted({i for s, p in pairs.values() for i in p if p[i].tokens != s[i].tokens})
+        gaps = plainly.decode(prompts, parted, 1, {**request, "gaps": True}, None)
+        for setting, (made, reference) in pairs.items():
+            differing[setting] = differences_from(prompts, _in_order(made, len(prompts)), reference, gaps)
+    plainly.finish()
+
+    rows = [
+        _row(setting, c, speculative[setting, c], plain[c], bootstrap) for setting in settings for c in concurrencies
+    ]
+    rows = [row.model_copy(update={"best": row.speedup == _fastest(rows, row.concurrency)}) for row in rows]
+    best = settings[max(range(len(settings)), key=lambda i: rows[i * len(concurrencies)].speedup)]
+    predicted = predict(best.steps) if best.topk == 1 and not temperature else None
+    told = facts[best]
+    report = build_report(
+        prompts,
+        _in_order(speculative[best, first], len(prompts)),
+        plain[first],
+        differing[best],
+        steps=best.steps,
+        max_new_tokens=max_new_tokens,
+        bootstrap=bootstrap,
+        predicted=(predicted.acceptance_length, predicted.interval) if predicted else None,
+        flags=told.flags,
+        faults=_faults(differing),
+        greedy=not temperature,
+    )
+    return report.model_copy(
+        update={
+            "topk": best.topk,
+            "draft_tokens": best.draft_tokens,
+            "concurrency": first,
+            "temperature": temperature,
+            "engine": f"{told.name} {told.version}".strip(),
+            "sweep": rows,
+            "notes": [*report.notes, *_best_notes(rows)],
+        }
+    )
+
+
+def run_breakeven_sweep(
+    client: BatchClient,
+    prompts: Sequence[ProbePrompt],
+    *,
+    settings: Sequence[Speculation],
+    concurrencies: Sequence[int],
+    max_new_tokens: int,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+    progress: Progress = lambda done, total, note: None,
+) -> BreakevenReport:
+    """R of each setting at each concurrency, all prompts each time (at least two batches). Raises as `run_sweep`."""
+    _need(prompts, settings)
+    settings = list(dict.fromkeys(settings))
+    numbers = {c: list(range(max(len(prompts), 1))) for c in concurrencies}
+    tick = _Ticker(progress, (len(settings) + 1) * sum(map(len, numbers.values())))
+    request = {"max_new_tokens": max_new_tokens}
+    speculative: dict[tuple[Speculation, int], Replies] = {}
+    for setting in settings:
+        phase = _Phase(client, setting, max(concurrencies))
+        for c in concurrencies:
+            speculative[setting, c] = phase.decode(prompts, numbers[c], c, request, tick)
+        phase.finish()
+    plainly = _Phase(client, None, max(concurrencies))
+    plain = {c: plainly.decode(prompts, numbers[c], c, request, tick) for c in concurrencies}
+    plainly.finish()
+    rows: list[BreakevenRow] = []
+    for (setting, c), replies in speculative.items():
+        timings = [timing(replies[i], plain[c][i]) for i in plain[c]]
+        rows.append(
+            breakeven_row(
+                pool(timings, confidence=confidence, resamples=resamples, seed=seed),
+                setting.steps,
+                context=list(replies.values()),
+                topk=setting.topk,
+                draft_tokens=setting.draft_tokens,
+                concurrency=c,
+            )
+        )
+    return BreakevenReport(
+        max_new_tokens=max_new_tokens,
+        prompts=len(prompts),
+        rows=rows,
+        notes=context_notes(float(np.mean([row.mean_context for row in rows]))),
+    )
+
+
+def needed_sentence(report: BreakevenReport, steps: int) -> str:
+    """`with 3 steps, at concurrency 1 you need 1.90 accepted, at 16 you need 2.70`."""
+    rows = [row for row in report.rows if row.steps == steps and row.topk == 1] or report.rows
+    parts = [f"at {'concurrency ' if not i else ''}{r.concurrency} you need {r.needed:.2f}" for i, r in enumerate(rows)]
+    parts[0] += " accepted"
+    return f"with {rows[0].steps} draft steps, " + ", ".join(parts)
+
+
+class _Phase:
+    """The engine in one setting, from its start to the check that it was the same server all the time."""
+
+    def __init__(self, client: BatchClient, speculation: Speculation | None, concurrency: int) -> None:
+        """Raises ServingError when a measurement would not mean what it says."""
+        self._client = client
+        self.facts = client.configure(speculation)
+        if self.facts.simulated:
+            raise ServingError(
+                f"{self.facts.name}: acceptance is being simulated ({', '.join(self.facts.simulated)}), so there is nothing to "
+                "measure. Unset it where the server starts (serve.env, the replica's environment)."
+            )
+        if self.facts.max_concurrency < concurrency:
+            raise ServingError(
+                f"{self.facts.name}: expected {concurrency} requests at once, found a server that decodes at most "
+                f"{self.facts.max_concurrency} (/server_info). Raise serve.max_running, or leave it more memory "
+                "(serve.memory_share, serve.context_length)."
+            )
+
+    def decode(
+        self,
+        prompts: Sequence[ProbePrompt],
+        numbers: Sequence[int],
+        concurrency: int,
+        request: dict[str, Any],
+        tick: Callable[[Sequence[GenerateReply]], None] | None,
+    ) -> Replies:
+        """Answers to some of the prompts, a batch a call; a first batch of a few tokens warms up, uncounted."""
+        made: Replies = {}
+        if numbers:
+            few = {**request, "max_new_tokens": min(WARM_UP_TOKENS, request["max_new_tokens"])}
+            ids = [prompts[numbers[i % len(numbers)]].input_ids for i in range(concurrency)]
+            self._client.decode(prompts=ids, concurrency=concurrency, **few)
+        for batch in _batches(numbers, concurrency):
+            ids = [prompts[number].input_ids for number in batch]
+            replies = self._client.decode(prompts=ids, concurrency=concurrency, **request)
+            made.update(zip(batch, replies, strict=True))
+            if tick:
+                tick(replies)
+        return made
+
+    def finish(self) -> None:
+        """Raises ServingError when the server is another one by now."""
+        after = self._client.engine()
+        if after.server != self.facts.server or after.speculation != self.facts.speculation:
+            raise ServingError(
+                f"{self.facts.name}: expected one server all along ({self.facts.server}), found another one by now "
+                f"({after.server}): it restarted, so the figures mix two. Look into its log, and probe again."
+            )
+
+
+class _Ticker:
+    """Counts prompts over all phases."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def __call__(self, replies: Sequence[GenerateReply]) -> None:
+        for reply in replies:
+            self._done += 1
+            passes = reply.passes
+            note = f"acceptance length {1 + sum(p.accepted for p in passes) / len(passes):.2f}" if passes else ""
+            self._progress(self._done, self._total, note)
+
+
+def _row(setting: Speculation, c: int, replies: Replies, plain: Replies, bootstrap: Bootstrap) -> SweepRow:
+    accepted = [
+        [p.accepted for p in complete_passes(r.generation, r.prompt_length, setting.steps)] for r in replies.values()
+    ]
+    whole = acceptance(accepted, ["all"] * len(accepted), steps=setting.steps, **vars(bootstrap))
+    timings = [timing(reply, plain[i]) if i in plain else None for i, reply in replies.items()]
+    timed = [t for t in timings if t and t.cycles and t.plain_tokens]
+    speed = pool(timed, **vars(bootstrap))
+    made = np.array([sum(js) + len(js) for js in accepted], dtype=np.float64)
+    passes = np.array([len(js) for js in accepted], dtype=np.float64)
+    return SweepRow(
+        steps=setting.steps,
+        topk=setting.topk,
+        draft_tokens=setting.draft_tokens,
+        concurrency=c,
+        acceptance_length=whole.acceptance_length,
+        interval=whole.interval,
+        verify_passes=whole.verify_passes,
+        break_even=speed.break_even,
+        break_even_interval=speed.break_even_interval,
+        speedup=speedup(whole.acceptance_length, speed.break_even),
+        speedup_interval=speedup_interval(made, passes, timings, **vars(bootstrap)),
+        plain_tokens_per_second=c * speed.plain_tokens_per_second,
+        speculative_tokens_per_second=c * whole.acceptance_length / speed.cycle_seconds,
+        prompts_timed=len(timed),
+        mean_context=mean_context(list(replies.values())),
+        best=False,
+    )
+
+
+def _fastest(rows: Sequence[SweepRow], concurrency: int) -> float:
+    return max(row.speedup for row in rows if row.concurrency == concurrency)
+
+
+def _best_notes(rows: Sequence[SweepRow]) -> list[str]:
+    """The best setting at each concurrency, in words."""
+    notes = []
+    for row in rows:
+        if row.best:
+            name = Speculation(steps=row.steps, topk=row.topk, draft_tokens=row.draft_tokens).name
+            low, high = row.speedup_interval
+            notes.append(
+                f"At concurrency {row.concurrency} the best of these settings is {name}: {row.speedup:.2f} times "
+                f"[{low:.2f}, {high:.2f}] the speed of plain decoding; break-even {row.break_even:.2f}."
+            )
+    return notes
+
+
+def _faults(differing: dict[Speculation, list[Difference]]) -> list[str]:
+    """First differences from plain text that rounding does not explain."""
+    faults = []
+    for setting, differences in differing.items():
+        far = [d for d in differences if d.gap is not None and d.gap > MAX_GAP]
+        if far:
+            shown = ", ".join(f"{d.id} at token {d.index} (gap {d.gap:.2f})" for d in far[:SHOWN])
+            faults.append(
+                f"With {setting.name}, {len(far)} of {len(differences)} differing answers part from plain greedy text where "
+                f"its two best tokens were more than {MAX_GAP} apart in log-probability: {shown}."
+            )
+    return faults
+
+
+def _need(prompts: Sequence[ProbePrompt], settings: Sequence[Speculation]) -> None:
+    if not prompts:
+        raise InputError("probe: expected at least one prompt, found none. Check probe.prompts and probe.limit.")
+    if not settings:
+        raise InputError("break-even: expected at least one number of draft steps, found none. Set breakeven.steps.")
+
+
+def _enough(wanted: int, concurrency: int) -> int:
+    """At least two batches, and whole ones: the last, half-full one could not be timed."""
+    return -(-max(wanted, 2 * concurrency) // concurrency) * concurrency
+
+
+def _batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    for first in range(0, len(numbers), size):
+        yield numbers[first : first + size]
+
+
+def _in_order(replies: Replies, count: int) -> list[GenerateReply]:
+    return [replies[number] for number in range(count)]

@@ -1,0 +1,297 @@
+"""An engine in a child process: what SGLang and vLLM have in common. What differs is a `Dialect`."""
+
+import json
+import math
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+import httpx
+import torch
+
+from ray_eagle.config import ServeConfig
+from ray_eagle.drafter.checkpoint import save_drafter
+from ray_eagle.drafter.shape import DrafterShape
+from ray_eagle.drafter.start import random_drafter
+from ray_eagle.errors import EagleError, InputError, ServingError
+from ray_eagle.serving.child import Child, free_port
+from ray_eagle.serving.engine import EngineFacts, Speculation, Work, check_prompt, starting_speculation
+from ray_eagle.serving.generation import Generation
+from ray_eagle.serving.passes import Answer, full_batch, step_seconds, verify_passes
+from ray_eagle.serving.streams import Reply, post_all
+
+ASK_S = 30.0
+Get = Callable[[str], str]
+"""GET of a path of the server: its body. Raises ServingError."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """What a server decodes with; the drafter is known to fit the target."""
+
+    target: Path
+    drafter: Path | None
+    """A folder that SGLang loads; None: random weights of `shape`."""
+    shape: DrafterShape
+    vocab_size: int
+    max_positions: int
+    seed: int
+    trust_remote_code: bool = False
+
+
+class Dialect(Protocol):
+    """How one kind of server is started, asked and understood."""
+
+    name: str
+    path: str
+    """Where it takes requests for tokens."""
+
+    def environment(self) -> dict[str, str]:
+        """Of its process."""
+
+    def command(self, port: int, speculation: Speculation | None, drafter: Path) -> list[str]:
+        """Its command line; the host is loopback."""
+
+    def flags(self, speculation: Speculation | None, drafter: str) -> list[str]:
+        """The part of it that decides how it drafts."""
+
+    def drafter(self, folder: Path, scratch: Path) -> Path:
+        """The folder in the form that this server reads, made in `scratch` where it differs."""
+
+    def body(self, work: Work) -> dict[str, Any]:
+        """The request for one answer."""
+
+    def answer(self, reply: Reply) -> Answer:
+        """What came back. Raises InputError for a refused prompt, ServingError for what cannot be understood."""
+
+    def counters(self, get: Get) -> Any:
+        """Counters of the whole server, read before and after a batch; None where answers carry their own."""
+
+    def counted(self, answers: list[Answer], before: Any, after: Any) -> list[Answer]:
+        """The answers with what the counters add."""
+
+    def facts(self, get: Get) -> EngineFacts:
+        """What the running server says of itself."""
+
+
+class ServerEngine:
+    """`Engine` by a child process that speaks a dialect."""
+
+    def __init__(self, dialect: Dialect, config: ServeConfig, models: Models) -> None:
+        """Starts the server, speculating. Raises ConfigError, ServingError."""
+        self.parallel = config.max_running
+        self._dialect, self._config, self._models = dialect, config, models
+        self._scratch = tempfile.TemporaryDirectory(prefix="ray-eagle-")
+        self._drafter = dialect.drafter(self._drafter_folder(), Path(self._scratch.name))
+        self._gate = _Gate()
+        self._child: Child | None = None
+        self._failed = ""
+        self._speculation: Speculation | None = None
+        try:
+            self.configure(starting_speculation(config))
+        except BaseException:
+            self.close()
+            raise
+
+    def configure(self, speculation: Speculation | None) -> None:
+        """Restart the server unless it decodes so already."""
+        with self._gate.alone():
+            if self._child and speculation == self._speculation:
+                return
+            child, self._child = self._child, None
+            if child:
+                child.stop()
+            port = free_port()
+            try:
+                command = self._dialect.command(port, speculation, self._drafter)
+                child = Child(self._dialect.name, command, self._dialect.environment(), port)
+                child.await_healthy(self._config.start_s, self._config.hang_s)
+            except EagleError as error:
+                self._failed = str(error)
+                raise
+            self._child, self._speculation = child, speculation
+
+    def generate(self, work: Sequence[Work], concurrency: int = 1) -> list[Generation]:
+        """In batches of `concurrency`; the next starts when the last answer of one is done."""
+        for each in work:
+            check_prompt(
+                each.input_ids,
+                each.max_new_tokens,
+                vocabulary=self._models.vocab_size,
+                max_positions=self._models.max_positions,
+            )
+        made: list[Generation] = []
+        with self._gate.together():
+            for first in range(0, len(work), concurrency):
+                made += self._batch(work[first : first + concurrency], concurrency)
+        return made
+
+    def facts(self) -> EngineFacts:
+        """Asks the server."""
+        child = self._running()
+        told = self._dialect.facts(self._get)
+        drafter = str(self._models.drafter or "random")
+        return told.model_copy(
+            update={
+                "server": f"{child.mark}, process {child.pid}{told.server}",
+                "speculation": self._speculation,
+                "flags": self._dialect.flags(self._speculation, drafter),
+                "max_positions": self._models.max_positions,
+                "simulated": sorted({*told.simulated, *_simulated(self._dialect.environment())}),
+            }
+        )
+
+    def health(self) -> None:
+        """As `/health` of the server: SGLang makes one real token."""
+        child = self._running()
+        if not child.healthy():
+            raise ServingError(f"{child.name}: /health does not answer.{child.tail()}")
+
+    def check(self) -> None:
+        """Whether it can still answer; fine while it is being restarted."""
+        if self._failed:
+            raise ServingError(self._failed)
+        child = self._child
+        if child:
+            child.check(self._config.hang_s, busy=self._gate.busy)
+
+    def close(self) -> None:
+        """Stop the server and forget the scratch files."""
+        child, self._child = self._child, None
+        self._failed = self._failed or "closed"
+        if child:
+            child.stop()
+        self._scratch.cleanup()
+
+    def _batch(self, work: Sequence[Work], concurrency: int) -> list[Generation]:
+        child, dialect = self._running(), self._dialect
+        before = dialect.counters(self._get)
+        try:
+            replies = post_all(child.url + dialect.path, [dialect.body(each) for each in work], self._config.hang_s)
+        except TimeoutError:
+            self._failed = f"{child.name}: the server hangs: nothing for {self._config.hang_s:g} s (serve.hang_s)."
+            raise ServingError(self._failed + child.tail()) from None
+        except aiohttp.ClientError as error:
+            raise ServingError(f"{child.name}: the server broke off ({error!r}).{child.tail()}") from error
+        answers = dialect.counted([dialect.answer(reply) for reply in replies], before, dialect.counters(self._get))
+        full = len(work) == concurrency
+        window = full_batch(answers) if full else (math.inf, -math.inf)
+        return [self._generation(each, answer, window) for each, answer in zip(work, answers, strict=True)]
+
+    def _generation(self, work: Work, answer: Answer, window: tuple[float, float]) -> Generation:
+        chosen = self._speculation
+        passes = verify_passes(answer, len(work.input_ids), chosen.steps) if chosen else []
+        return Generation(
+            tokens=answer.tokens,
+            passes=passes,
+            finish_reason="stop" if answer.stopped else "length",
+            prefill_seconds=answer.times[0] - answer.started,
+            decode_seconds=answer.times[-1] - answer.times[0],
+            decode_tokens=len(answer.tokens) - 1,
+            step_seconds=step_seconds(answer, len(passes) if chosen else None, window),
+            gaps=answer.gaps or [],
+        )
+
+    def _running(self) -> Child:
+        child = self._child
+        if child is None:
+            raise ServingError(self._failed or f"{self._dialect.name}: the server is being restarted. Ask again later.")
+        return child
+
+    def _get(self, path: str) -> str:
+        child = self._running()
+        try:
+            response = httpx.get(child.url + path, timeout=ASK_S)
+        except httpx.HTTPError as error:
+            raise ServingError(f"{child.name}: {path} does not answer ({error!r}).{child.tail()}") from error
+        if response.status_code != 200:
+            raise ServingError(f"{child.name}: {path} answered {response.status_code}: {response.text[:300]}")
+        return response.text
+
+    def _drafter_folder(self) -> Path:
+        models = self._models
+        if models.drafter:
+            return models.drafter
+        folder = Path(self._scratch.name) / "random"
+        dtype = torch.float16 if self._config.dtype == "float16" else torch.bfloat16
+        save_drafter(random_drafter(models.shape, models.seed), folder, dtype)
+        return folder
+
+
+def child_environment(config: ServeConfig) -> dict[str, str]:
+    """The replica's, with `serve.env` on top, $NAME replaced."""
+    return {**os.environ, **{name: os.path.expandvars(value) for name, value in config.env.items()}}
+
+
+def tensor_parallel(config: ServeConfig) -> int:
+    """GPUs that one copy of the target is spread over."""
+    return max(1, math.ceil(config.gpus))
+
+
+def read_event(name: str, payload: bytes) -> dict[str, Any]:
+    """One JSON object of a stream, or the reason in it why there is none. Raises InputError, ServingError."""
+    try:
+        value = json.loads(payload)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ServingError(f"{name}: expected a JSON object in the answer, found {payload[:200]!r}.")
+    if "error" in value:
+        error = value["error"]
+        message = error.get("message", error) if isinstance(error, dict) else error
+        code = error.get("code") if isinstance(error, dict) else None
+        raise (InputError if code in (400, "400") else ServingError)(f"{name}: {message}")
+    return value
+
+
+def _simulated(environment: dict[str, str]) -> list[str]:
+    """Variables that make SGLang pretend to accept drafts. -1 turns them off."""
+    return [
+        f"{name}={value}"
+        for name, value in environment.items()
+        if name.startswith("SGLANG_SIMULATE_ACC_LEN") and value.strip() not in ("", "-1", "-1.0")
+    ]
+
+
+class _Gate:
+    """Requests pass together; a restart waits until none is inside, and lets none in."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._closed = False
+
+    @property
+    def busy(self) -> bool:
+        return self._inside > 0
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._closed)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._closed)
+            self._closed = True
+            self._changed.wait_for(lambda: self._inside == 0)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._closed = False
+                self._changed.notify_all()

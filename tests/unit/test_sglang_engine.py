@@ -1,0 +1,310 @@
+"""The sglang engine against a stand-in for its server: real processes, real HTTP, every way to fail."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_eagle.config import ServeConfig
+from ray_eagle.drafter.checkpoint import check_drafter
+from ray_eagle.errors import ConfigError, EagleError, InputError, ServingError
+from ray_eagle.serving import child, supervisor
+from ray_eagle.serving.engine import Speculation, Work
+from ray_eagle.serving.server import Models, ServerEngine
+from ray_eagle.serving.sglang import SGLang
+from tests.standin import expected_passes, plain_answer, write_interpreter
+from tests.tiny import tiny_shape
+
+GONE_S = 12
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Records and logs of this test alone, and no process left at its end."""
+    folder = tmp_path / "servers"
+    folder.mkdir()
+    monkeypatch.setattr(child, "state_folder", lambda: folder)
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.3)
+    yield folder
+    marks = [path.stem for path in folder.glob("*.log")]
+    assert await_gone(marks) == set()
+
+
+def await_gone(marks: list[str]) -> set[int]:
+    """Processes that still carry one of these marks after a while."""
+    deadline = time.monotonic() + GONE_S
+    while left := {pid for mark in marks for pid in supervisor.marked(mark)}:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+    return set()
+
+
+def start(
+    folder: Path, *, installed: str = "0.5.17", mode: str = "ok", drafter: Path | None = None, **settings: Any
+) -> Any:
+    """The engine on the stand-in."""
+    env = {"STANDIN_VERSION": installed, "STANDIN_MODE": mode, "STANDIN_FILE": str(folder / "file")}
+    config = ServeConfig.model_validate(
+        {
+            "engine": "sglang",
+            "python": str(write_interpreter(folder)),
+            "env": {**env, **settings.pop("env", {})},
+            "start_s": 20,
+            "hang_s": 10,
+            **settings,
+        }
+    )
+    models = Models(Path("/models/target"), drafter, tiny_shape(), vocab_size=260, max_positions=512, seed=3)
+    return ServerEngine(SGLang(config, models), config, models)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Any]:
+    made = start(tmp_path)
+    yield made
+    made.close()
+
+
+def test_answers_come_with_every_verify_pass(engine: Any) -> None:
+    prompts = [[5, 6, 7], [9], [100, 150]]
+    made = engine.generate([Work(ids, 40) for ids in prompts], concurrency=3)
+    for ids, answer in zip(prompts, made, strict=True):
+        assert answer.tokens == plain_answer(ids, 40)
+        assert [(p.start, p.accepted) for p in answer.passes] == expected_passes(ids, 40, 3)
+        for each in answer.passes[:-1]:
+            first = each.start + 2 - len(ids)
+            assert each.drafted == answer.tokens[first : first + each.accepted]
+            assert each.bonus == answer.tokens[first + each.accepted]
+        assert (answer.finish_reason, answer.decode_tokens) == ("length", 39)
+        # 3.5 ms a cycle, and what a busy machine adds
+        assert 0.003 < answer.step_seconds < 0.1
+        assert answer.decode_seconds > 0 and answer.prefill_seconds > 0
+
+
+def test_it_restarts_to_decode_plainly_and_back(engine: Any) -> None:
+    speculating = engine.facts()
+    assert (speculating.version, speculating.max_concurrency, speculating.simulated) == ("0.5.17", 16, [])
+    assert speculating.speculation == Speculation(steps=3) and "EAGLE3" in speculating.flags
+    engine.configure(Speculation(steps=3))
+    assert engine.facts() == speculating, "nothing to change, nothing restarted"
+    engine.configure(None)
+    plain = engine.facts()
+    assert plain.server != speculating.server and plain.flags == [] and plain.speculation is None
+    answer = engine.generate([Work([5], 20, gaps=True), Work([6], 20)])
+    assert answer[0].tokens == plain_answer([5], 20) and answer[0].passes == []
+    assert answer[0].gaps == pytest.approx([0.125] * 20) and answer[1].gaps == []
+    engine.configure(Speculation(steps=5, topk=4, draft_tokens=16))
+    flags = engine.facts().flags
+    assert flags[flags.index("--speculative-eagle-topk") + 1] == "4"
+    assert flags[flags.index("--speculative-num-draft-tokens") + 1] == "16"
+
+
+def test_a_random_drafter_is_one_that_the_server_can_load(tmp_path: Path) -> None:
+    engine = start(tmp_path)
+    flags = engine.facts().flags
+    folder = Path(engine._drafter)
+    assert check_drafter(folder) == tiny_shape()
+    assert flags[flags.index("--speculative-draft-model-path") + 1] == "random"
+    engine.close()
+    assert not folder.exists()
+
+
+def test_every_flag_reaches_the_command_line(tmp_path: Path) -> None:
+    engine = start(
+        tmp_path,
+        gpus=2,
+        dtype="float16",
+        args=["--attention-backend", "triton"],
+        draft_attention="flashinfer",
+        context_length=400,
+        memory_share=0.4,
+        max_running=4,
+        env={"GREETING": "hello $HOME"},
+    )
+    command = engine._child.log.read_text().splitlines()[0].split()
+    for name, value in {
+        "--tp-size": "2",
+        "--dtype": "float16",
+        "--attention-backend": "triton",
+        "--speculative-draft-attention-backend": "flashinfer",
+        "--context-length": "400",
+        "--mem-fraction-static": "0.4",
+        "--max-running-requests": "4",
+        "--cuda-graph-max-bs-decode": "4",
+        "--host": "127.0.0.1",
+        "--decode-log-interval": "1",
+        "--random-seed": "3",
+        "--speculative-algorithm": "EAGLE3",
+    }.items():
+        assert command[command.index(name) + 1] == value, name
+    assert "--disable-radix-cache" in command
+    environment = Path(f"/proc/{engine._child.pid}/environ").read_text().split("\0")
+    assert f"GREETING=hello {os.environ['HOME']}" in environment
+    engine.close()
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.20.post1"])
+def test_former_names_of_the_figures_are_read(tmp_path: Path, version: str) -> None:
+    engine = start(tmp_path, installed=version, mode="old-names")
+    [answer] = engine.generate([Work([7], 30)])
+    assert [(p.start, p.accepted) for p in answer.passes] == expected_passes([7], 30, 3)
+    engine.close()
+
+
+def test_merged_chunks_leave_the_order_unknown_but_not_the_counts(tmp_path: Path) -> None:
+    engine = start(tmp_path, mode="merged")
+    [answer] = engine.generate([Work([7], 60)])
+    expected = expected_passes([7], 60, 3)
+    assert [p.start for p in answer.passes] == [-1] * len(expected)
+    assert sorted(p.accepted for p in answer.passes) == sorted(j for _, j in expected)
+    assert 0.002 < answer.step_seconds < 0.1
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "version", "error", "message"),
+    [
+        ("ok", "", ConfigError, r"no sglang.*PackageNotFoundError.*serve\.python"),
+        ("ok", "0.4.9", ConfigError, r"0\.4\.9.*0\.5\.17 to 0\.5\.23.*serve\.version"),
+        ("ok", "0.6.0rc1", ConfigError, r"0\.6\.0rc1"),
+        ("dies", "0.5.17", ServingError, r"(?s)ended before it was healthy.*CUDA out of memory"),
+        ("never", "0.5.17", ServingError, r"(?s)not healthy within 1\.5 s.*serve\.start_s.*still capturing graphs"),
+        ("silent", "0.5.17", ServingError, r"(?s)hangs.*serve\.hang_s.*the stand-in reads its weights"),
+    ],
+)
+def test_a_server_that_does_not_start_says_why(
+    tmp_path: Path, mode: str, version: str, error: type[EagleError], message: str
+) -> None:
+    limits = {"start_s": 1.5, "hang_s": 10} if mode == "never" else {"hang_s": 1}
+    with pytest.raises(error, match=message):
+        start(tmp_path, installed=version, mode=mode, **limits)
+
+
+def test_an_unknown_version_can_be_treated_as_a_known_one(tmp_path: Path) -> None:
+    engine = start(tmp_path, installed="0.5.99", version="0.5.23")
+    [answer] = engine.generate([Work([7], 30)])
+    assert [(p.start, p.accepted) for p in answer.passes] == expected_passes([7], 30, 3)
+    assert engine.facts().version == "0.5.99"
+    engine.close()
+
+
+def test_a_server_that_starts_slowly_is_waited_for(tmp_path: Path) -> None:
+    engine = start(tmp_path, mode="slow")
+    engine.health()
+    engine.check()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "version", "message"),
+    [
+        ("broken", "0.5.17", r"expected a JSON object.*\{not json"),
+        ("other-names", "0.5.17", r"acceptance figures.*spec_correct_drafts_histogram.*'spec_hits'"),
+        (
+            "old-names",
+            "0.5.21",
+            r"acceptance figures.*expected spec_correct_drafts_histogram and.*spec_accept_histogram",
+        ),
+        ("wrong-counts", "0.5.17", "contradict each other"),
+    ],
+)
+def test_an_answer_that_is_not_understood_is_not_guessed(tmp_path: Path, mode: str, version: str, message: str) -> None:
+    engine = start(tmp_path, installed=version, mode=mode)
+    with pytest.raises(ServingError, match=message):
+        engine.generate([Work([7], 30)])
+    engine.close()
+
+
+def test_a_server_that_dies_is_a_failed_engine(tmp_path: Path) -> None:
+    engine = start(tmp_path)
+    engine.check()
+    os.kill(engine._child.pid, signal.SIGKILL)
+    with pytest.raises(ServingError, match=r"(?s)the server died.*the stand-in reads its weights"):
+        for _ in range(100):
+            engine.check()
+            time.sleep(0.05)
+    engine.close()
+
+
+def test_a_server_that_dies_in_an_answer_breaks_it_off(tmp_path: Path) -> None:
+    engine = start(tmp_path, mode="dies-in-answer")
+    (tmp_path / "file").touch()
+    with pytest.raises(ServingError, match=r"(?s)broke off.*The end of its log"):
+        engine.generate([Work([7], 30)])
+    with pytest.raises(ServingError, match="died"):
+        for _ in range(100):
+            engine.check()
+            time.sleep(0.05)
+    engine.close()
+
+
+def test_a_server_that_falls_silent_in_an_answer_hangs(tmp_path: Path) -> None:
+    engine = start(tmp_path, mode="hangs-in-answer", hang_s=0.5)
+    with pytest.raises(ServingError, match=r"hangs: nothing for 0\.5 s"):
+        engine.generate([Work([7], 30)])
+    with pytest.raises(ServingError, match="hangs"):
+        engine.check()
+    engine.close()
+
+
+def test_an_idle_server_that_stops_answering_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "HEALTH_S", 0.2)
+    engine = start(tmp_path, mode="stalls", hang_s=0.5)
+    (tmp_path / "file").touch()
+    with pytest.raises(ServingError, match=r"(?s)hangs: no answer for 0\.5 s.*its log"):
+        for _ in range(20):
+            engine.check()
+    engine.close()
+
+
+def test_a_restart_that_fails_is_a_failed_engine(tmp_path: Path) -> None:
+    engine = start(tmp_path, mode="dies-plain")
+    with pytest.raises(ServingError, match="CUDA out of memory"):
+        engine.configure(None)
+    with pytest.raises(ServingError, match="CUDA out of memory"):
+        engine.check()
+    with pytest.raises(ServingError, match="CUDA out of memory"):
+        engine.generate([Work([1], 4)])
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("ids", "count", "message"),
+    [
+        ([], 4, "at least one token"),
+        ([300], 4, "from 0 to 259"),
+        ([1] * 500, 20, "at most 512"),
+        ([1], 0, "at least one"),
+    ],
+)
+def test_a_prompt_that_does_not_fit_never_reaches_the_server(
+    engine: Any, ids: list[int], count: int, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        engine.generate([Work(ids, count)])
+
+
+def test_a_restart_waits_for_the_answers_under_way(engine: Any) -> None:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(engine.generate([Work([7], 200)])))
+    thread.start()
+    time.sleep(0.1)
+    engine.configure(None)
+    thread.join()
+    assert found[0].tokens == plain_answer([7], 200)
+    assert engine.facts().speculation is None
+
+
+def test_simulated_acceptance_is_seen(tmp_path: Path) -> None:
+    engine = start(tmp_path, env={"SGLANG_SIMULATE_ACC_LEN": "3"})
+    assert engine.facts().simulated == ["SGLANG_SIMULATE_ACC_LEN=3"]
+    engine.close()
+    engine = start(tmp_path, env={"SGLANG_SIMULATE_ACC_LEN": "-1"})
+    assert engine.facts().simulated == []
+    engine.close()
