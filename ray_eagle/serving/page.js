@@ -37,8 +37,10 @@ function token(piece, kind, title) {
   const span = document.createElement(kind === "rejected" ? "del" : "span");
   span.className = `tok ${kind}`;
   if (piece.special) span.classList.add("special");
-  if (piece.text.includes("\n")) span.classList.add("break");
-  span.textContent = piece.text;
+  // a line that was never written must not break the text
+  if (kind === "rejected") span.textContent = piece.text.replaceAll("\n", "⏎");
+  else span.textContent = piece.text;
+  if (kind !== "rejected" && piece.text.includes("\n")) span.classList.add("break");
   span.dataset.kind = kind;
   span.dataset.id = piece.id;
   span.title = `${title}, token ${piece.id}`;
@@ -94,7 +96,7 @@ function show(pass) {
   for (let k = 0; k < pass.drafted.length; k++) run.reached[k] = (run.reached[k] || 0) + (pass.accepted > k ? 1 : 0);
   $("passes").value = run.passes;
   if (pass.acceptance_length !== null) $("tau").value = pass.acceptance_length.toFixed(2);
-  if (run.live) $("tau-most").textContent = `of at most ${run.most + 1} tokens a pass`;
+  if (run.live) $("tau-most").textContent = `of at most ${run.most + 1} a pass`;
   bars();
   strip(pass);
   const row = document.createElement("tr");
