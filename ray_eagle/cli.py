@@ -16,8 +16,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ray_eagle.cli_options import ANY_SETTING, Address, ConfigFile, Debug, InJob, Json, Preset, settings_help
 from ray_eagle.cli_preflight import FreeGpus, Gpus, Pids, Yes, gpu_flags, gpus_command
-from ray_eagle.config import Config, Section
+from ray_eagle.cli_serve import HELP as SERVE_HELP
+from ray_eagle.cli_serve import serve_command
+from ray_eagle.config import Config
 from ray_eagle.errors import ConfigError, EagleError
 from ray_eagle.settings import LoadedConfig, load_config
 
@@ -40,7 +43,6 @@ SECTIONS = {name: (name,) for name in HELP if name in Config.model_fields} | {
     "run": (),
     "report": (),
 }
-ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(
     name="ray-eagle",
@@ -55,30 +57,9 @@ app.add_typer(config_app, name="config")
 conversations_app = typer.Typer(help="Look at the conversations of a run.", no_args_is_help=True)
 app.add_typer(conversations_app, name="conversations")
 
-ConfigFile = Annotated[str | None, typer.Option("-c", "--config", help="YAML file with settings.")]
-Preset = Annotated[str | None, typer.Option(help="Preset to start from (smollm2-cpu, kimi-k2.5).")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a table.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
-Address = Annotated[
-    str | None,
-    typer.Option(help="Submit as a job to the Ray cluster whose dashboard is at this URL, and follow its log."),
-]
-InJob = Annotated[bool, typer.Option("--in-job", hidden=True)]
-
-
-def _settings_help(sections: tuple[str, ...]) -> str:
-    """The settings that a stage reads, as flags, each with its default and documentation."""
-    lines = ["Settings (as flags, or in the YAML file; `ray-eagle config show` lists all):\n"]
-    for section in sections:
-        kind: Any = Config.model_fields[section].annotation
-        assert issubclass(kind, Section)
-        for name, field in kind.model_fields.items():
-            lines.append(f"\b\n--{section}.{name}  [{field.get_default()}]\n    {field.description}\n")
-    return "\n".join(lines) if sections else "Any setting can be given as a flag: --train.lr 1e-3, --run FOLDER.\n"
-
 
 def _stage_command(name: str) -> None:
-    @app.command(name, help=HELP[name], epilog=_settings_help(SECTIONS.get(name, ())), context_settings=ANY_SETTING)
+    @app.command(name, help=HELP[name], epilog=settings_help(SECTIONS.get(name, ())), context_settings=ANY_SETTING)
     def command(
         context: typer.Context,
         config: ConfigFile = None,
@@ -107,7 +88,7 @@ for _name in HELP:
         _stage_command(_name)
 
 
-@app.command("preflight", help=HELP["preflight"], epilog=_settings_help(("preflight",)), context_settings=ANY_SETTING)
+@app.command("preflight", help=HELP["preflight"], epilog=settings_help(("preflight",)), context_settings=ANY_SETTING)
 def preflight_command(
     context: typer.Context,
     config: ConfigFile = None,
@@ -135,7 +116,7 @@ def preflight_command(
                 _run_stage("preflight", loaded.config, redo, False, json_output, in_job, out)
 
 
-@app.command("run", help=HELP["run"], epilog=_settings_help(()), context_settings=ANY_SETTING)
+@app.command("run", help=HELP["run"], epilog=settings_help(()), context_settings=ANY_SETTING)
 def run_all(
     context: typer.Context,
     config: ConfigFile = None,
@@ -160,6 +141,23 @@ def run_all(
             copy_config(loaded.config, pipeline.run)
             report = pipeline.all(redo=redo)
             _print_report(report, json_output, out)
+
+
+@app.command(
+    "serve", help=SERVE_HELP, epilog=settings_help(("serve", "target", "drafter")), context_settings=ANY_SETTING
+)
+def serve_until_stopped(
+    context: typer.Context,
+    config: ConfigFile = None,
+    preset: Preset = None,
+    random: Annotated[bool, typer.Option("--random", help="Draft with random weights, whatever there is.")] = False,
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    with _explained(debug):
+        loaded = load_config(config, preset, list(context.args)).config
+        with _stdout_for_results() as out, _pipeline(loaded, False) as pipeline:
+            serve_command(loaded, pipeline.run, random, json_output, out)
 
 
 @app.command("verify", help="Re-read a whole hidden-state dataset and name each fault.")

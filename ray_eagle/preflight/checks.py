@@ -92,11 +92,14 @@ class _Checks:
     def _nodes(self) -> list[Finding]:
         """GPUs and who is on them, kernels, versions and temporary disk of every node."""
         asked, stages = machine.gpu_demand(self.config)
-        interpreters = ("",) if asked else ()
+        serve, here = (
+            self.config.serve,
+            any(stage != "serve" or self.config.serve.engine == "reference" for stage in stages),
+        )
         if self.connected:
-            answers = cluster.on_every_node(look, cluster.live_jobs(), interpreters)
+            answers = cluster.on_every_node(look, cluster.live_jobs(), serve, here)
         else:
-            answers = [cluster.NodeAnswer("", look(frozenset(), interpreters))]
+            answers = [cluster.NodeAnswer("", look(frozenset(), serve, here))]
         self.nodes = len(answers)
         findings = [
             Finding(

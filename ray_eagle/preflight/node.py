@@ -5,9 +5,11 @@ import sys
 from dataclasses import dataclass
 
 from ray_eagle import cluster
+from ray_eagle.config import ServeConfig
 from ray_eagle.preflight.gpus import NodeGpus, inspect
 from ray_eagle.preflight.kernels import KernelFacts, kernel_facts
 from ray_eagle.preflight.machine import TEMPORARY
+from ray_eagle.serving.server import child_environment
 
 
 @dataclass(frozen=True)
@@ -22,13 +24,15 @@ class NodeFacts:
     """Of each interpreter that will use its GPUs; empty without GPUs, or when no stage asks for one."""
 
 
-def look(live_jobs: frozenset[str], interpreters: tuple[str, ...]) -> NodeFacts:
-    """`interpreters`: whose kernels are to be read where there are GPUs, "" being the one that runs this."""
+def look(live_jobs: frozenset[str], serve: ServeConfig, stages: bool) -> NodeFacts:
+    """`stages`: some stage runs on GPUs in this interpreter; a server in a child process has one of its own."""
     gpus = inspect(live_jobs=live_jobs)
-    asked = dict.fromkeys(name or sys.executable for name in interpreters) if gpus.gpus else {}
+    asked: list[tuple[str, dict[str, str] | None]] = [(sys.executable, None)] if stages else []
+    if serve.engine != "reference" and serve.gpus and (serve.python or serve.env or not asked):
+        asked.append((serve.python or sys.executable, child_environment(serve)))
     return NodeFacts(
         gpus=gpus,
         versions=cluster.versions(),
         free_bytes=shutil.disk_usage(TEMPORARY).free,
-        kernels=tuple(kernel_facts(name) for name in asked),
+        kernels=tuple(kernel_facts(name, environment) for name, environment in asked) if gpus.gpus else (),
     )
