@@ -20,6 +20,7 @@ from ray_eagle.preflight.processes import (
     scan,
     standing,
 )
+from ray_eagle.serving import supervisor
 from tests.processes import STUBBORN, WAIT, Start, fake
 
 
@@ -33,6 +34,10 @@ def test_a_process_is_read_as_it_is(start: Start) -> None:
     assert -1 <= child.age_s <= time.time() - before + 1
     assert scan()[child.pid].started == child.started
     assert next(ancestors(child, scan())).pid == os.getpid()
+
+
+def test_the_supervisor_marks_what_preflight_looks_for() -> None:
+    assert supervisor.MARK == OWNED_VARIABLE
 
 
 def test_a_zombie_and_a_pid_that_is_not_there_are_nothing(start: Start) -> None:
