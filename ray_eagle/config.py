@@ -388,7 +388,9 @@ class Config(Section):
         """What the engine cannot do is said before anything starts."""
         probes = [("breakeven", self.breakeven.concurrencies, self.breakeven.sweep)]
         if not self.probe.url:
-            chosen = SpeculationConfig(steps=self.probe.steps, topk=self.probe.topk)
+            chosen = SpeculationConfig.model_validate(
+                self.probe.model_dump(include={"steps", "topk", "draft_tokens"}), strict=True
+            )
             probes.append(("probe", self.probe.concurrencies, (chosen, *self.probe.sweep)))
             if self.probe.temperature and self.serve.engine == "reference":
                 raise ValueError("probe.temperature is above 0, but the reference engine is greedy: set serve.engine")
@@ -402,4 +404,7 @@ class Config(Section):
                 )
             if self.serve.engine != "sglang" and any(setting.topk > 1 for setting in settings):
                 raise ValueError(f"{name} asks for topk above 1, but only the sglang engine drafts trees")
+            chains = [setting for setting in settings if setting.topk == 1]
+            if any(setting.draft_tokens not in (None, setting.steps + 1) for setting in chains):
+                raise ValueError(f"{name}: with topk 1 draft_tokens is steps + 1, the whole chain: leave it out")
         return self

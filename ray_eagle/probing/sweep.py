@@ -117,7 +117,7 @@ def run_sweep(
     Raises InputError without prompts or complete passes, ServingError when the figures would not mean what they say, and
     what the client raises.
     """
-    _need(prompts, settings)
+    _need(prompts, settings, concurrencies)
     bootstrap = Bootstrap(confidence, resamples, seed)
     settings, first = list(dict.fromkeys(settings)), concurrencies[0]
     both_ways = {c: evenly(len(prompts), _enough(plain_prompts, c)) for c in concurrencies}
@@ -190,7 +190,7 @@ def run_breakeven_sweep(
     progress: Progress = lambda done, total, note: None,
 ) -> BreakevenReport:
     """R of each setting at each concurrency, all prompts each time (at least two batches). Raises as `run_sweep`."""
-    _need(prompts, settings)
+    _need(prompts, settings, concurrencies)
     settings = list(dict.fromkeys(settings))
     numbers = {c: list(range(max(len(prompts), 1))) for c in concurrencies}
     tick = _Ticker(progress, (len(settings) + 1) * sum(map(len, numbers.values())))
@@ -360,11 +360,16 @@ def _faults(differing: dict[Speculation, list[Difference]]) -> list[str]:
     return faults
 
 
-def _need(prompts: Sequence[ProbePrompt], settings: Sequence[Speculation]) -> None:
+def _need(prompts: Sequence[ProbePrompt], settings: Sequence[Speculation], concurrencies: Sequence[int]) -> None:
     if not prompts:
         raise InputError("probe: expected at least one prompt, found none. Check probe.prompts and probe.limit.")
     if not settings:
         raise InputError("break-even: expected at least one number of draft steps, found none. Set breakeven.steps.")
+    if len(prompts) < max(concurrencies):
+        raise InputError(
+            f"probe: expected at least {max(concurrencies)} prompts to decode so many at once, found {len(prompts)}. Lower the "
+            "concurrencies, or name more prompts (probe.prompts, probe.limit)."
+        )
 
 
 def _enough(wanted: int, concurrency: int) -> int:

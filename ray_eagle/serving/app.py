@@ -199,6 +199,7 @@ def application(
         ray_actor_options={"num_cpus": config.serve.cpus, "num_gpus": config.serve.gpus},
         max_ongoing_requests=100,
         max_constructor_retry_count=1,  # the same files fail the same way
+        health_check_period_s=2,
         graceful_shutdown_timeout_s=5,
     )
     return deployment(Server).bind(config.target, config.serve, drafter_folder, random_shape, config.seed)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ray_eagle.config import ServeConfig
 from ray_eagle.drafter.shape import DrafterShape
@@ -18,8 +18,8 @@ class Speculation(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    steps: int
-    topk: int = 1
+    steps: Annotated[int, Field(ge=1)]
+    topk: Annotated[int, Field(ge=1)] = 1
     draft_tokens: int = 0
     """Tokens verified in one pass, the newest token included. 0: steps + 1."""
 

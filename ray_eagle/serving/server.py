@@ -27,6 +27,7 @@ from ray_eagle.serving.passes import Answer, full_batch, step_seconds, verify_pa
 from ray_eagle.serving.streams import Reply, post_all
 
 ASK_S = 30.0
+NOTHING, EVERYTHING = (math.inf, -math.inf), (-math.inf, math.inf)
 Get = Callable[[str], str]
 """GET of a path of the server: its body. Raises ServingError."""
 
@@ -51,6 +52,8 @@ class Dialect(Protocol):
     name: str
     path: str
     """Where it takes requests for tokens."""
+    essential: str
+    """Pattern of the titles of the processes that it cannot live without."""
 
     def environment(self) -> dict[str, str]:
         """Of its process."""
@@ -110,7 +113,7 @@ class ServerEngine:
             port = free_port()
             try:
                 command = self._dialect.command(port, speculation, self._drafter)
-                child = Child(self._dialect.name, command, self._dialect.environment(), port)
+                child = Child(self._dialect.name, command, self._dialect.environment(), port, self._dialect.essential)
                 child.await_healthy(self._config.start_s, self._config.hang_s)
             except EagleError as error:
                 self._failed = str(error)
@@ -158,8 +161,16 @@ class ServerEngine:
         if self._failed:
             raise ServingError(self._failed)
         child = self._child
-        if child:
+        if child is None:
+            return
+        try:
             child.check(self._config.hang_s, busy=self._gate.busy)
+        except ServingError as error:
+            if self._child is not child:  # restarted meanwhile
+                return
+            self._failed = str(error)
+            child.stop()  # half a server still holds its memory, and keeps requests waiting
+            raise
 
     def close(self) -> None:
         """Stop the server and forget the scratch files."""
@@ -180,8 +191,12 @@ class ServerEngine:
         except aiohttp.ClientError as error:
             raise ServingError(f"{child.name}: the server broke off ({error!r}).{child.tail()}") from error
         answers = dialect.counted([dialect.answer(reply) for reply in replies], before, dialect.counters(self._get))
-        full = len(work) == concurrency
-        window = full_batch(answers) if full else (math.inf, -math.inf)
+        if len(work) < concurrency:
+            window = NOTHING  # not the batch size that was asked for
+        else:
+            window = full_batch(answers)
+            if window[1] <= window[0]:  # the first was done before the last began
+                window = EVERYTHING
         return [self._generation(each, answer, window) for each, answer in zip(work, answers, strict=True)]
 
     def _generation(self, work: Work, answer: Answer, window: tuple[float, float]) -> Generation:

@@ -1,0 +1,67 @@
+# The whole path on one NVIDIA GPU: bash tests/gpu/path.sh learn|serve|exact   (after `. /tmp/gpu/env.sh`)
+#   learn  generate, extract, train                                             about 6 min
+#   serve  probe and break-even with SGLang in bfloat16 at concurrency 1, 4, 16  about 8 min
+#   exact  float16: SGLang's text against plain decoding, and beside it the reference engine on 100 of the prompts   about 6 min
+# Settings: path.yaml, and whatever $EXTRA adds. Logs, probe.json, breakeven.json and SGLang's logs go to $OUT.
+export HF_HUB_OFFLINE=1 TQDM_DISABLE=1 RAY_AUTH_MODE=disabled OUT=${OUT:-/tmp/run/out}
+C=${CONFIG:-tests/gpu/path.yaml} RUN=${RUN:-/tmp/run/path} PY=${PY:-python3}
+mkdir -p "$OUT" "$RUN"
+
+stage() { # name, log, seconds, flags...
+  local name=$1 log=$2 limit=$3 began=$SECONDS; shift 3
+  # a Ctrl-C first: it ends the server in order
+  timeout -s INT -k 30 "$limit" $PY -m ray_eagle "$name" -c "$C" --run "$RUN" $EXTRA "$@" >"$OUT/$log.log" 2>&1
+  echo "$log: rc $?, $((SECONDS - began)) s"; grep -v '^$' "$OUT/$log.log" | tail -n "${LINES_SHOWN:-4}"
+}
+
+figures() { # name of the probe, its file
+  $PY - "$1" "$2" <<'PY'
+import json, sys
+name, path = sys.argv[1:]
+try:
+    found = json.load(open(path))
+except OSError as error:
+    sys.exit(f"{name}: {error}")
+s, p = found["served"], found["predicted"]
+a, fresh = s["acceptance"], s["acceptance_without_repeats"]
+round3 = lambda values: [round(v, 3) for v in values]
+print(f"{name}: {s['engine']}, {s['steps']} steps, {s['prompts']} prompts, {a['verify_passes']} passes, {s['unordered_prompts']} unordered")
+print(f"  tau {a['acceptance_length']:.3f} {round3(a['interval'])} marginal {round3(a['marginal'])}")
+print(f"  without repeats {fresh and round(fresh['acceptance_length'], 3)}, repeated 8-grams {s['repeated_8gram_share']:.3f}")
+if p:
+    print(f"  walk {p['acceptance_length']:.3f} {round3(p['interval'])} marginal {round3(p['marginal'])}")
+print(f"  R {s['break_even']:.3f} {round3(s['speed']['break_even_interval'])} speed-up {s['speedup']:.3f} {round3(s['speedup_interval'])}")
+print(f"  identical to plain {s['plain_identical_share']}, gaps {sorted((d['gap'] if d['gap'] is not None else -1) for d in s['differences'])}")
+for r in s["sweep"]:
+    print(f"  at {r['concurrency']}: tau {r['acceptance_length']:.3f} R {r['break_even']:.3f} {round3(r['break_even_interval'])} speed-up {r['speedup']:.3f} {round3(r['speedup_interval'])} tok/s {r['plain_tokens_per_second']:.0f} -> {r['speculative_tokens_per_second']:.0f} context {r['mean_context']:.0f}")
+print("  by length", {k: round(v["acceptance_length"], 3) for k, v in s["by_prompt_length"].items()}, s["verdict"])
+PY
+}
+
+for part in "$@"; do
+  date
+  case $part in
+    learn)
+      stage generate generate 300; stage extract extract 200; stage vocab vocab 60; stage train train 300
+      tail -n 1 "$RUN/logs/train.jsonl"; cp "$RUN/logs/train.jsonl" "$OUT/" ;;
+    serve)
+      stage probe probe 420 --redo; figures bfloat16 "$RUN/probes/trained/probe.json"
+      cp "$RUN/probes/trained/probe.json" "$OUT/probe-bfloat16.json"
+      LINES_SHOWN=8 stage breakeven breakeven 300 --redo
+      cp "$RUN/probes/breakeven/breakeven.json" "$OUT/" ;;
+    exact)
+      # each has a private cluster of its own and half of the cores; the reference engine's copy of the run keeps its probe apart
+      rm -rf "$RUN-reference"; cp -r "$RUN" "$RUN-reference"
+      stage probe probe-float16 400 --redo --serve.dtype float16 --probe.concurrencies '[1]' &
+      (RUN="$RUN-reference" stage probe probe-reference 540 --redo --serve.engine reference --serve.dtype float16 \
+        --probe.concurrencies '[1]' --breakeven.concurrencies '[1]' --probe.limit 100 --probe.plain_prompts 2)
+      wait
+      figures float16 "$RUN/probes/trained/probe.json"; figures reference "$RUN-reference/probes/trained/probe.json"
+      cp "$RUN/probes/trained/probe.json" "$OUT/probe-float16.json"
+      cp "$RUN-reference/probes/trained/probe.json" "$OUT/probe-reference.json" ;;
+  esac
+done
+date
+for log in $(ls -t /tmp/ray_eagle-*/servers/*.log 2>/dev/null | head -3); do tail -n 60 "$log" >"$OUT/server-$(basename "$log")"; done
+nvidia-smi --query-gpu=memory.used --format=csv,noheader 2>/dev/null
+$PY -c "from ray_eagle.serving.supervisor import owned; print('left behind:', owned())"

@@ -1,0 +1,147 @@
+"""The supervisor with real processes: whichever of them ends, however it ends, nothing of the server stays."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_eagle.serving import supervisor
+
+SERVER = """
+import signal, subprocess, sys, time
+if "stubborn" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-S", "-c", "import os, signal, time; signal.signal(15, signal.SIG_IGN); os.setsid(); time.sleep(99)"])
+if "short" in sys.argv: sys.exit(7)
+time.sleep(99)
+"""
+REPLICA = f"""
+import os, subprocess, sys, time
+folder, mark, *words = sys.argv[1:]
+child = subprocess.Popen(
+    [sys.executable, "-E", "-s", "-S", {supervisor.__file__!r}, f"{{folder}}/{{mark}}.json", f"{{folder}}/{{mark}}.log",
+     sys.executable, "-S", "-c", {SERVER!r}, *words],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    env={{**os.environ, "RAY_EAGLE_OWNED": mark, "SPT_NOENV": "1"}})
+print(child.pid, child.stdout.readline().decode().split()[1], flush=True)
+print(child.stdout.readline().decode().strip(), flush=True)
+time.sleep(99)
+"""
+
+
+class Tree:
+    """replica -> supervisor -> server -> a grandchild that ignores TERM in a session of its own."""
+
+    def __init__(self, folder: Path, mark: str, *words: str) -> None:
+        self.mark = mark
+        command = [sys.executable, "-S", "-c", REPLICA, str(folder), mark, *words]
+        self.replica = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.replica.stdout is not None
+        self.supervisor, self.server = map(int, self.replica.stdout.readline().split())
+        deadline = time.monotonic() + 5
+        while len(self.all) < 4 and "short" not in words and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    @property
+    def all(self) -> set[int]:
+        return supervisor.marked(self.mark)
+
+    @property
+    def guard(self) -> int:
+        [guard] = [p for p in self.all if supervisor.session_of(p) == p and b"supervisor" in _command(p)]
+        return guard
+
+    def gone_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.all and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.all
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.fixture
+def trees(tmp_path: Path) -> Iterator[Any]:
+    made: list[Tree] = []
+
+    def plant(*words: str) -> Tree:
+        made.append(Tree(tmp_path, f"{tmp_path.name}-{len(made)}", *words))
+        return made[-1]
+
+    yield plant
+    for tree in made:
+        tree.replica.kill()
+        tree.replica.wait()
+        assert supervisor.end_processes(lambda tree=tree: tree.all, None, 0) == set()  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("victim", ["replica", "supervisor", "server"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_whole_tree_ends_with_any_of_its_members(trees: Any, victim: str, number: int) -> None:
+    tree = trees()
+    assert len(tree.all) == 4
+    os.kill(tree.replica.pid if victim == "replica" else getattr(tree, victim), number)
+    assert tree.gone_within(3)
+
+
+def test_a_server_that_ignores_the_request_to_leave_is_killed_after_a_while(trees: Any, tmp_path: Path) -> None:
+    tree = trees("stubborn")
+    began = time.monotonic()
+    tree.replica.kill()
+    tree.replica.wait()
+    assert tree.gone_within(supervisor.GRACE_S + 3)
+    assert time.monotonic() - began > supervisor.GRACE_S - 0.5
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_ctrl_c_is_the_replicas_business(trees: Any) -> None:
+    tree = trees()
+    os.kill(tree.supervisor, signal.SIGINT)
+    time.sleep(0.4)
+    assert len(tree.all) == 4
+
+
+def test_the_exit_code_reaches_the_replica(trees: Any) -> None:
+    tree = trees("short")
+    assert tree.replica.stdout.readline().strip() == "exited 7"
+    assert tree.gone_within(3)
+
+
+def test_the_next_start_ends_what_outlived_even_the_guard(trees: Any, tmp_path: Path) -> None:
+    lost, running = trees(), trees()
+    for pid in (lost.guard, lost.supervisor, lost.replica.pid):
+        os.kill(pid, signal.SIGKILL)
+    lost.replica.wait()
+    time.sleep(0.3)
+    assert lost.all, "the grandchild outlives them all"
+    (tmp_path / "unreadable.json").write_text("{")
+    assert supervisor.end_stale(tmp_path) == [lost.mark]
+    assert not lost.all and len(running.all) == 4
+    assert {path.name for path in tmp_path.glob("*.json")} == {f"{running.mark}.json", "unreadable.json"}
+    assert supervisor.end_stale(tmp_path) == []
+
+
+def test_a_process_that_only_has_the_number_of_a_server_is_left_alone(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(99)"], start_new_session=True) as other:
+        record = {"mark": "m", "replica": 2**22 + 1, "replica_started": 1, "server": other.pid, "server_started": 1}
+        (tmp_path / "m.json").write_text(json.dumps(record))
+        assert supervisor.end_stale(tmp_path) == []
+        assert other.poll() is None and not list(tmp_path.glob("*.json"))
+        other.kill()
+
+
+def test_owned_processes_are_found_by_their_mark(trees: Any) -> None:
+    tree = trees()
+    assert {pid for pid, mark in supervisor.owned().items() if mark == tree.mark} == tree.all
+    assert os.getpid() not in supervisor.owned()
