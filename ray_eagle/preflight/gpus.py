@@ -7,6 +7,7 @@ device files also show whom NVML keeps quiet about; and memory that nobody visib
 
 import os
 import socket
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import ray
 
 from ray_eagle.preflight.estimate import human_bytes
-from ray_eagle.preflight.processes import PROC, Process, RayFacts, Standing, scan, standing
+from ray_eagle.preflight.processes import PROC, Process, RayFacts, Standing, recorded_replicas, scan, standing
 from ray_eagle.preflight.report import Finding
 
 IDLE_BYTES = 600 * 2**20
@@ -114,7 +115,9 @@ def inspect(read: ReadDriver = nvml, proc: Path = PROC, live_jobs: frozenset[str
     joined = ray.is_initialized()
     raylet = int(os.environ.get("RAY_RAYLET_PID", 0)) if joined else 0
     node_id = ray.get_runtime_context().get_node_id() if joined else ""
-    return account(read(), scan(proc), RayFacts(raylet, live_jobs), node_id)
+    return account(
+        read(), scan(proc), RayFacts(raylet, live_jobs, recorded_replicas(Path(tempfile.gettempdir()))), node_id
+    )
 
 
 def account(driver: DriverReading, processes: Mapping[int, Process], ray: RayFacts, node_id: str = "") -> NodeGpus:

@@ -6,19 +6,22 @@ workers and all that they start.) A pid alone names nobody, since pids are reuse
 """
 
 import errno
+import json
 import os
 import pwd
 import re
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 OWNED_VARIABLE = "RAY_EAGLE_OWNED"
 PROC = Path("/proc")
-REAPERS = frozenset({"systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "containerd-shim"})
+REAPERS = frozenset(
+    {"systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "containerd-shim", "conmon", "slurmstepd"}
+)
 """Names of processes that adopt orphans, besides pid 1."""
 POLL_S = 0.05
 _DEVICE = re.compile(r"/dev/nvidia(\d+)$")
@@ -56,11 +59,13 @@ class Process:
 
 @dataclass(frozen=True)
 class RayFacts:
-    """What the cluster that was joined says, as far as it decides who lives."""
+    """What the cluster that was joined says, and what supervisors wrote down, as far as it decides who lives."""
 
     raylet: int = 0
     """Pid of this node's raylet; 0 when no cluster was joined."""
     live_jobs: frozenset[str] = frozenset()
+    replicas: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Mark -> pid and start of the replica that the supervisor recorded for a server."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,18 @@ def read_process(pid: int, proc: Path = PROC, uptime: float | None = None) -> Pr
     )
 
 
+def recorded_replicas(temporary: Path) -> dict[str, tuple[int, int]]:
+    """Mark -> pid and start of the replica of each server that a supervisor of any user recorded below this folder."""
+    found = {}
+    for path in temporary.glob("ray_eagle-*/servers/*.json"):
+        try:
+            record = json.loads(path.read_text())
+            found[str(record["mark"])] = (int(record["replica"]), int(record["replica_started"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # being written, or of another user
+    return found
+
+
 def ancestors(process: Process, processes: Mapping[int, Process]) -> Iterator[Process]:
     """Parent, its parent, and so on, as far as they can be seen."""
     seen = {process.pid}
@@ -143,6 +160,11 @@ def standing(process: Process, processes: Mapping[int, Process], ray: RayFacts) 
         return Standing(True, False, f"ours, of another Ray cluster that runs here (raylet pid {starter.pid})")
     if starter and process.job in ray.live_jobs:
         return Standing(True, False, f"ours, its job {process.job} lives")
+    if replica := ray.replicas.get(process.owned):
+        owner = processes.get(replica[0])
+        if owner and owner.started == replica[1]:
+            return Standing(True, False, f"ours, its replica pid {owner.pid} lives")
+        return Standing(True, True, "ours, left behind: its replica is gone")
     launcher = next((a for a in above if not a.owned), None)
     if launcher and launcher.pid != 1 and launcher.name not in REAPERS:
         return Standing(True, False, f"ours, its launcher pid {launcher.pid} ({launcher.name}) lives")

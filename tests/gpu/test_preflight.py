@@ -12,6 +12,7 @@ from ray_eagle.preflight.freeing import free, stale
 from ray_eagle.preflight.gpus import IDLE_BYTES, Holder, NodeGpus, describe, inspect
 from ray_eagle.preflight.kernels import check_kernels, kernel_facts, library_archs, support
 from ray_eagle.report.gpus import freed_words, node_json
+from ray_eagle.serving.child import state_folder
 from tests.processes import Start
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -45,7 +46,10 @@ def test_what_was_left_behind_is_named_and_ended_and_its_memory_free(
     start: Start, program: str, outcome: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = used()
-    process = start(program, orphan=True)
+    record = {"mark": "left-over", "replica": 2**22, "replica_started": 1}  # a replica that is gone
+    path = state_folder() / "left-over.json"
+    path.write_text(json.dumps(record))
+    process = start(program, mark="left-over", orphan=True)
     await_memory(before + 3 * GIB)
     node = inspect()
     holder = on_gpu(node, process.pid)
@@ -54,7 +58,7 @@ def test_what_was_left_behind_is_named_and_ended_and_its_memory_free(
     assert holder, "found by NVML or by its open device files"
     assert holder.bytes is None or holder.bytes > 3 * GIB
     assert holder.standing.ours and holder.standing.stale
-    assert "its launcher is gone" in describe(holder)
+    assert "its replica is gone" in describe(holder)
     assert node.gpus[0].nobodys < 3 * GIB, "its memory is not nobody's"
     assert process.pid in [h.process.pid for h in stale(node)]
 
@@ -65,6 +69,7 @@ def test_what_was_left_behind_is_named_and_ended_and_its_memory_free(
     assert freed.left.gpus[0].reading.used < before + IDLE_BYTES
     assert on_gpu(freed.left, process.pid) is None
     assert freed.seconds < 20
+    path.unlink()
 
 
 def test_another_mans_process_is_named_and_left_alone(start: Start) -> None:

@@ -1,5 +1,6 @@
 """Real processes, marked or not, orphaned or not; fake /proc trees for what a machine of tests cannot have."""
 
+import json
 import os
 import pwd
 import signal
@@ -17,6 +18,7 @@ from ray_eagle.preflight.processes import (
     ancestors,
     end,
     read_process,
+    recorded_replicas,
     scan,
     standing,
 )
@@ -104,6 +106,29 @@ def test_only_what_nothing_accounts_for_is_stale(
     found = standing(process, processes, facts)
     assert (found.ours, found.stale) == (True, stale)
     assert words in found.reason
+
+
+@pytest.mark.parametrize(
+    ("replica", "stale", "words"),
+    [
+        ([11, 60], False, "its replica pid 11 lives"),
+        ([11, 59], True, "its replica is gone"),
+        ([99, 1], True, "is gone"),
+    ],
+)
+def test_the_supervisors_record_decides_whatever_adopted_the_orphan(
+    tmp_path: Path, replica: list[int], stale: bool, words: str
+) -> None:
+    processes = tree(tmp_path / "proc", mark="sglang-1")
+    folder = tmp_path / "ray_eagle-0" / "servers"
+    folder.mkdir(parents=True)
+    record = {"mark": "sglang-1", "replica": replica[0], "replica_started": replica[1]}
+    (folder / "sglang-1.json").write_text(json.dumps(record))
+    (folder / "broken.json").write_text('{"mark": ')
+    facts = RayFacts(replicas=recorded_replicas(tmp_path))
+    for parent in (1, 20):  # 20: some program that adopts orphans
+        found = standing(replace(processes[50], parent=parent), processes, facts)
+        assert (found.stale, words in found.reason) == (stale, True)
 
 
 def test_a_raylet_that_is_younger_than_the_process_is_another(tmp_path: Path) -> None:
