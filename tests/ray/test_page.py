@@ -197,7 +197,7 @@ def test_a_person_watches_an_answer_being_speculated(app: HandleClient, page: Pa
     assert (value(page, "passes"), value(page, "tokens")) == (str(len(reply.passes)), str(len(reply.tokens)))
     assert float(value(page, "rate")) > 0
     assert value(page, "same") == "yes", "float32: the text is that of plain decoding"
-    assert value(page, "speedup").endswith("×")
+    assert 0.05 < float(value(page, "speedup").removesuffix("×")) < 4
     rows = page.run("[...document.querySelectorAll('#rows tr')].map(r => r.children[3].textContent)")
     assert rows[::-1] == [f"{made.accepted + 1} of {len(made.drafted) + 1}" for made in reply.passes]
     shares = page.run("[...document.querySelectorAll('#positions b')].map(b => b.textContent)")
