@@ -3,12 +3,13 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from base64 import b64decode
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +123,17 @@ def browsing(browser: str) -> Iterator[Page]:
     """A fresh browser with an empty profile, and its one tab."""
     browser_reads, we_write = os.pipe()
     we_read, browser_writes = os.pipe()
-    with tempfile.TemporaryDirectory() as profile:
+    # its helpers write for a moment longer than it lives
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         # the pipe is descriptors 3 and 4 of the browser
         script = f'exec "$0" "$@" 3<&{browser_reads} 4>&{browser_writes}'
         words = ["bash", "-c", script, browser, *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}"]
         process = subprocess.Popen(
-            words, pass_fds=(browser_reads, browser_writes), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            words,
+            pass_fds=(browser_reads, browser_writes),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         os.close(browser_reads)
         os.close(browser_writes)
@@ -136,5 +142,7 @@ def browsing(browser: str) -> Iterator[Page]:
         finally:
             process.terminate()
             process.wait(20)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             os.close(we_write)
             os.close(we_read)
