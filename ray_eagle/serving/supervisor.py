@@ -60,6 +60,14 @@ def session_of(pid: int) -> int | None:
     return int(fields[3]) if fields and fields[0] != "Z" else None
 
 
+def command_line(pid: int) -> str:
+    """Of a live process, words joined by blanks; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def end_processes(find: Callable[[], set[int]], first: int | None, grace_s: float, limit_s: float = 20) -> set[int]:
     """TERM to the process `first`, KILL for all that `find` returns after `grace_s`; what is left after `limit_s`.
 

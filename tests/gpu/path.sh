@@ -54,7 +54,7 @@ for part in "$@"; do
       rm -rf "$RUN-reference"; cp -r "$RUN" "$RUN-reference"
       stage probe probe-float16 400 --redo --serve.dtype float16 --probe.concurrencies '[1]' &
       (RUN="$RUN-reference" stage probe probe-reference 540 --redo --serve.engine reference --serve.dtype float16 \
-        --probe.concurrencies '[1]' --probe.limit 100 --probe.plain_prompts 2)
+        --probe.concurrencies '[1]' --breakeven.concurrencies '[1]' --probe.limit 100 --probe.plain_prompts 2)
       wait
       figures float16 "$RUN/probes/trained/probe.json"; figures reference "$RUN-reference/probes/trained/probe.json"
       cp "$RUN/probes/trained/probe.json" "$OUT/probe-float16.json"
