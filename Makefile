@@ -13,7 +13,7 @@ test: $(READY)
 
 # A headless Chromium (Debian's) for the tests of the server's page; where it cannot be installed they are skipped.
 browser:
-	command -v chromium >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+	command -v chromium >/dev/null || { timeout 120 apt-get update -qq && DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -y -qq \
 	  --no-install-recommends chromium >/dev/null; } || echo "no browser: the tests of the page will be skipped"
 
 # The long form of tests/cluster/test_chaos.py: minutes.
