@@ -24,6 +24,9 @@ class TargetError(EagleError):
 class CheckpointError(InputError):
     """A drafter folder is incomplete, damaged or does not fit the target."""
 
+    fix: str = ""
+    """The way out, where the message ends with one."""
+
 
 class DatasetError(InputError):
     """A hidden-state dataset is incomplete, damaged or was planned otherwise."""

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ray_eagle.config import DrafterConfig
-from ray_eagle.drafter.checkpoint import check_fits, check_map, load_drafter
+from ray_eagle.drafter.checkpoint import check_fits, load_drafter
+from ray_eagle.drafter.contents import check_map
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.errors import CheckpointError

@@ -9,18 +9,10 @@ from pathlib import Path
 import torch
 
 from ray_eagle.config import Config, TargetConfig
-from ray_eagle.drafter.checkpoint import (
-    FLOAT_DTYPES,
-    WEIGHTS,
-    check_drafter,
-    check_fits,
-    check_map,
-    read_header,
-    read_tensor,
-)
-from ray_eagle.preflight.estimate import human_bytes
+from ray_eagle.drafter.checkpoint import check_drafter
+from ray_eagle.drafter.files import FLOAT_DTYPES, read_header
+from ray_eagle.preflight.drafter import Target, check_folder, passed
 from ray_eagle.preflight.report import Finding
-from ray_eagle.target.layers import layer_readings
 from ray_eagle.target.loading import TargetFacts, choose_dtype, load_tokenizer
 
 INDEX = "model.safetensors.index.json"
@@ -135,58 +127,12 @@ def check_dtypes(config: Config) -> list[Finding]:
 
 
 def check_given_drafter(path: str, facts: TargetFacts) -> list[Finding]:
-    """The drafter is whole, fits the target, and how engines read it. Raises CheckpointError when it cannot be used."""
+    """As `ray-eagle drafter check`, and whether a run can train and serve it. Raises CheckpointError when it cannot."""
     folder = Path(path).expanduser().absolute()
-    shape = check_drafter(folder)
-    check_fits(
-        shape,
-        hidden_size=facts.hidden_size,
-        vocab_size=facts.vocab_size,
-        layers=facts.layers,
-        where=folder / "config.json",
-    )
-    weights = folder / WEIGHTS
-    dtypes = sorted({dtype for dtype, _ in read_header(weights).values() if dtype in FLOAT_DTYPES})
-    size = f"{human_bytes(weights.stat().st_size)}, {' and '.join(dtypes)}"
-    if shape.draft_vocab_size < shape.vocab_size:  # a drafter that says every token may come without a map
-        check_map(read_tensor(folder / WEIGHTS, "d2t"), read_tensor(folder / WEIGHTS, "t2d"), folder)
-    findings = [
-        Finding(
-            level="ok",
-            check="drafter",
-            message=f"{folder}: all tensors present ({size}), fits the target; {shape.draft_vocab_size} draft tokens; "
-            f"RoPE {_rope_words(shape.rope_parameters)} (the target: {_rope_words(facts.rope_parameters)}).",
-        )
-    ]
-    if shape.max_position_embeddings < facts.max_position_embeddings:
-        findings.append(
-            Finding(
-                level="warning",
-                check="drafter context",
-                message=f"{folder}: max_position_embeddings is {shape.max_position_embeddings}, the target's "
-                f"{facts.max_position_embeddings}: acceptance collapses on longer inputs.",
-                fix="Set max_position_embeddings in the drafter's config.json to the context that is served.",
-            )
-        )
-    return [*findings, *check_readings(shape.aux_layers, facts)]
-
-
-def check_readings(ids: tuple[int, int, int], facts: TargetFacts) -> list[Finding]:
-    """Which engines read the drafter's layer ids otherwise than "output of layer L"; and what is captured."""
-    findings = []
-    others = {e: r for e, r in layer_readings(ids, facts.layers, facts.model_type).items() if r != list(ids)}
-    if others:
-        text = "; ".join(f"{engine} takes the outputs of {reading}" for engine, reading in others.items())
-        findings.append(
-            Finding(
-                level="warning",
-                check="aux layers",
-                message=f"ids {list(ids)} mean the outputs of these layers here, but on {facts.model_type}: {text}.",
-                fix="Serve with an engine that reads them as outputs, or export for the other one.",
-            )
-        )
-    else:
-        findings.append(Finding(level="ok", check="aux layers", message=f"every engine reads {list(ids)} as outputs."))
+    findings = check_folder(folder, Target.of(facts))
+    if not passed(findings):
+        return findings
+    ids = check_drafter(folder).aux_layers
     if ids != facts.aux_layers:
         findings.append(
             Finding(
@@ -197,10 +143,6 @@ def check_readings(ids: tuple[int, int, int], facts: TargetFacts) -> list[Findin
             )
         )
     return findings
-
-
-def _rope_words(rope: dict[str, object]) -> str:
-    return f"{rope.get('rope_type', 'default')}, theta {rope.get('rope_theta')}"
 
 
 def _stored_bytes(dtype: str) -> int:

@@ -15,15 +15,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from ray_eagle.drafter.checkpoint import (
-    WEIGHTS,
-    check_fits,
-    load_drafter,
-    read_shape,
-    read_tensor,
-    save_drafter,
-    tensor_bytes,
-)
+from ray_eagle.drafter.checkpoint import check_fits, load_drafter, read_shape, save_drafter
+from ray_eagle.drafter.files import WEIGHTS, read_tensor, tensor_bytes
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.errors import CheckpointError

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from ray_eagle.config import DrafterConfig, TargetConfig
-from ray_eagle.drafter.checkpoint import WEIGHTS, check_drafter, load_drafter, read_shape, save_drafter
+from ray_eagle.drafter.checkpoint import check_drafter, load_drafter, read_shape, save_drafter
+from ray_eagle.drafter.files import WEIGHTS
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.start import start_drafter
 from ray_eagle.errors import CheckpointError

@@ -1,0 +1,171 @@
+"""What kind of drafter a config.json describes: the format, the sizes, and the options that change the forward pass."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from ray_eagle.drafter.files import fault, read_config
+from ray_eagle.drafter.names import EMBEDDING
+from ray_eagle.drafter.shape import DrafterShape
+from ray_eagle.drafter.speculators import LAYERS, is_speculators, speculators_shape
+from ray_eagle.errors import CheckpointError
+from ray_eagle.target.layers import default_aux_layers
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
+"""SGLang's name, and the one of vLLM and TorchSpec for the same layer."""
+MARK = "ray_eagle_layer_ids"
+"""Key that says what the ids of a config mean which were translated for an engine."""
+OPTIONS = ("norm_before_fc", "norm_before_residual", "norm_output", "fc_norm")
+Format = Literal["sglang", "speculators"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A drafter with one Llama layer, by its config."""
+
+    format: Format
+    shape: DrafterShape
+    """Layer ids are outputs of layers, whatever the config means by them."""
+    written_ids: tuple[int, ...] | None
+    """The layer ids as they stand in the config; None without any."""
+    translated_for: str | None = None
+    """The engine that the written ids were translated for, where ray_eagle did so."""
+    options: frozenset[str] = field(default_factory=frozenset)
+    """Those of OPTIONS that are on."""
+    target_hidden_size: int = 0
+    """Width of each aux state; the drafter's own hidden size in nearly all."""
+    own_embedding: bool = False
+    """Whether its embedding was trained and is not the target's."""
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every tensor that it needs, by SGLang's names, those of its options included."""
+        h, wide = self.shape.hidden_size, self.target_hidden_size
+        expected = self.shape.tensors() | {"fc.weight": (h, 3 * wide)}
+        if "fc_norm" in self.options:
+            expected |= {f"fc_norm.{i}.weight": (wide,) for i in range(3)}
+        if "norm_before_fc" in self.options:
+            expected |= {"input_norm.weight": (3 * wide,)}
+        if self.own_embedding:
+            expected |= {EMBEDDING: (self.shape.vocab_size, h)}
+        return expected
+
+    def untrainable(self) -> tuple[str, object, object] | None:
+        """(what, expected, found) of the first thing that `Drafter` does not compute; None for a plain EAGLE-3 layer."""
+        if self.options:
+            return "drafter option", "a plain EAGLE-3 layer", f"{min(self.options)} switched on"
+        if self.target_hidden_size != self.shape.hidden_size:
+            return "drafter layer, target_hidden_size", self.shape.hidden_size, self.target_hidden_size
+        if self.own_embedding:
+            return "drafter option, embed_requires_grad", False, True
+        return None
+
+
+def read_variant(folder: Path, layers: int | None = None) -> Variant:
+    """What config.json describes. layers: of the target, which tells what a config without layer ids means.
+
+    Raises CheckpointError for a missing file or key, and for another kind of drafter.
+    """
+    return parse_variant(read_config(folder), folder / "config.json", layers)
+
+
+def parse_variant(config: Any, path: Path, layers: int | None = None) -> Variant:
+    """As `read_variant`, from the content of a config.json that lies (or will lie) at `path`."""
+    speculators = is_speculators(config)
+    architectures = config.get("architectures") if isinstance(config, dict) else None
+    first = architectures[0] if isinstance(architectures, list) and architectures else "none"
+    if not speculators and (first not in ARCHITECTURES or len(architectures or ()) != 1):
+        fix = "Only EAGLE-3 drafters with one Llama layer are supported."
+        if "Eagle" in first and "Eagle3" not in first:
+            fix = "This is a drafter of EAGLE 1 or 2, which reads other states: --speculative-algorithm EAGLE, not EAGLE3."
+        raise fault("drafter architecture", where=path, expected=ARCHITECTURE, found=first, fix=fix)
+    try:
+        shape = speculators_shape(config, path, layers) if speculators else _shape(config, path, layers)
+        return _variant(config, shape, speculators)
+    except KeyError as error:
+        expected, key, found = f"the key {error}", "", "none"
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key, expected, found = str(problem["loc"][0]), problem["msg"], repr(problem["input"])
+        if key == "aux_layers":
+            key = f"eagle_config.{LAYERS}"
+            expected = "three layer ids (output of layer L, 0-based)"
+    except CheckpointError:
+        raise
+    except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        key, expected, found = "", "numbers and groups as SGLang reads them", str(error)
+    where = f"{path}, {key}" if key else path
+    fix = "Take the original config.json, with the layer ids that the drafter was trained on."
+    raise fault("drafter config", where=where, expected=expected, found=found, fix=fix)
+
+
+def refuse_untrainable(variant: Variant, path: Path) -> None:
+    """Raises CheckpointError for what `Drafter` does not compute: ignoring it would draft at random."""
+    if problem := variant.untrainable():
+        what, expected, found = problem
+        what, _, key = what.partition(", ")
+        fix = (
+            "This variant is neither trained nor served by the reference engine, and not ignored either, since tools read "
+            "it differently; `ray-eagle drafter show`, `check` and `convert` work on it."
+        )
+        where = f"{path}, {key}" if key else path
+        raise fault(what, where=where, expected=expected, found=found, fix=fix)
+
+
+def config_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """RoPE of a config as transformers 5 has it, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
+    return rope
+
+
+def _variant(config: dict[str, Any], shape: DrafterShape, speculators: bool) -> Variant:
+    eagle = config.get("eagle_config") if isinstance(config.get("eagle_config"), dict) else {}
+    on = {key for key in OPTIONS if config.get(key) or (eagle or {}).get(key)}
+    if config.get("use_aux_norm"):
+        on.add("fc_norm")
+    ids = (eagle or {}).get(LAYERS) or config.get(LAYERS)
+    mark = config.get(MARK)
+    return Variant(
+        format="speculators" if speculators else "sglang",
+        shape=shape,
+        written_ids=tuple(ids) if ids else None,
+        translated_for=mark["engine"] if _marked(mark, ids) else None,
+        options=frozenset(on),
+        target_hidden_size=int(config.get("target_hidden_size") or shape.hidden_size),
+        own_embedding=bool(config.get("embed_requires_grad")),
+    )
+
+
+def _marked(mark: Any, ids: Any) -> bool:
+    """Whether the ids are still those that were translated (an edited config means what it says)."""
+    return isinstance(mark, dict) and mark.get("written") == ids
+
+
+def _shape(config: dict[str, Any], path: Path, layers: int | None) -> DrafterShape:
+    eagle = config.get("eagle_config") or {}
+    ids: Any = eagle.get(LAYERS) or config.get(LAYERS)
+    if ids is None and layers is not None:
+        ids = default_aux_layers(layers)
+    elif _marked(config.get(MARK), ids):
+        ids = config[MARK]["outputs"]
+    if config.get("num_hidden_layers", 1) != 1:
+        found = config["num_hidden_layers"]
+        fix = "Only EAGLE-3 drafters with one Llama layer are supported."
+        raise fault("drafter layer", where=f"{path}, num_hidden_layers", expected=1, found=found, fix=fix)
+    return DrafterShape(
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_attention_heads=config["num_attention_heads"],
+        num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        vocab_size=config["vocab_size"],
+        draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
+        aux_layers=ids,
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_parameters=config_rope(config),
+        max_position_embeddings=config.get("max_position_embeddings", 2048),
+    )
