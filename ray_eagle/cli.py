@@ -16,12 +16,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ray_eagle.cli_drafter import drafter_app
 from ray_eagle.cli_options import ANY_SETTING, Address, ConfigFile, Debug, InJob, Json, Preset, settings_help
+from ray_eagle.cli_options import explained as _explained
 from ray_eagle.cli_preflight import FreeGpus, Gpus, Pids, Yes, gpu_flags, gpus_command
 from ray_eagle.cli_serve import HELP as SERVE_HELP
 from ray_eagle.cli_serve import serve_command
 from ray_eagle.config import Config
-from ray_eagle.errors import ConfigError, EagleError
+from ray_eagle.errors import ConfigError
 from ray_eagle.settings import LoadedConfig, load_config
 
 HELP = {
@@ -56,6 +58,7 @@ config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 conversations_app = typer.Typer(help="Look at the conversations of a run.", no_args_is_help=True)
 app.add_typer(conversations_app, name="conversations")
+app.add_typer(drafter_app, name="drafter")
 
 
 def _stage_command(name: str) -> None:
@@ -373,21 +376,6 @@ def _quiet() -> None:
     transformers_logging.disable_progress_bar()
     for name in ("ray.serve", "ray.train", "ray.data", "ray"):
         logging.getLogger(name).setLevel(logging.WARNING)
-
-
-@contextmanager
-def _explained(debug: bool) -> Iterator[None]:
-    """Turn our errors into one message and an exit code; a traceback only with --debug."""
-    try:
-        yield
-    except EagleError as error:
-        if debug:
-            raise
-        sys.stderr.write(f"error: {error}\n")
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped: what was committed is kept, and the same command goes on from there\n")
-        raise typer.Exit(130) from None
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,10 +1,14 @@
-"""Options that several commands share."""
+"""Options that several commands share, and how they end when something is wrong."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 
 from ray_eagle.config import Config, Section
+from ray_eagle.errors import ConfigError, EagleError
 
 ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
 ConfigFile = Annotated[str | None, typer.Option("-c", "--config", help="YAML file with settings.")]
@@ -27,3 +31,18 @@ def settings_help(sections: tuple[str, ...]) -> str:
         for name, field in kind.model_fields.items():
             lines.append(f"\b\n--{section}.{name}  [{field.get_default()}]\n    {field.description}\n")
     return "\n".join(lines) if sections else "Any setting can be given as a flag: --train.lr 1e-3, --run FOLDER.\n"
+
+
+@contextmanager
+def explained(debug: bool) -> Iterator[None]:
+    """Turn our errors into one message and an exit code; a traceback only with --debug."""
+    try:
+        yield
+    except EagleError as error:
+        if debug:
+            raise
+        sys.stderr.write(f"error: {error}\n")
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped: what was committed is kept, and the same command goes on from there\n")
+        raise typer.Exit(130) from None

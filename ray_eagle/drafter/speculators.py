@@ -29,10 +29,13 @@ def is_speculators(config: object) -> bool:
     return isinstance(config, dict) and (MODEL_TYPE in config or "speculators_config" in config)
 
 
-def speculators_shape(config: dict[str, Any], path: Path, layers: int | None = None) -> DrafterShape:
+def speculators_shape(
+    config: dict[str, Any], path: Path, layers: int | None = None, outputs: tuple[int, int, int] | None = None
+) -> DrafterShape:
     """The shape that the config states, layer ids as "output of layer L". Raises CheckpointError for another layer.
 
     layers: of the target, where it is known: a config without ids then means the ones that engines take by default.
+    outputs: layer ids, as outputs of layers, that count whatever the config says.
     Raises KeyError, TypeError, ValueError or pydantic's ValidationError where it is damaged.
     """
     from huggingface_hub.errors import StrictDataclassError
@@ -56,7 +59,7 @@ def speculators_shape(config: dict[str, Any], path: Path, layers: int | None = N
         head_dim=layer.head_dim,
         vocab_size=layer.vocab_size,
         draft_vocab_size=config["draft_vocab_size"],
-        aux_layers=_outputs(config, path, layers),
+        aux_layers=outputs or _outputs(config, path, layers),
         rms_norm_eps=layer.rms_norm_eps,
         rope_parameters=rope,
         max_position_embeddings=layer.max_position_embeddings,

@@ -12,6 +12,7 @@ from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.drafter.speculators import LAYERS, is_speculators, speculators_shape
 from ray_eagle.errors import CheckpointError
 from ray_eagle.target.layers import default_aux_layers
+from ray_eagle.target.loading import text_rope
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
@@ -20,6 +21,7 @@ MARK = "ray_eagle_layer_ids"
 """Key that says what the ids of a config mean which were translated for an engine."""
 OPTIONS = ("norm_before_fc", "norm_before_residual", "norm_output", "fc_norm")
 Format = Literal["sglang", "speculators"]
+Outputs = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,17 @@ class Variant:
         return None
 
 
-def read_variant(folder: Path, layers: int | None = None) -> Variant:
+def read_variant(folder: Path, layers: int | None = None, outputs: Outputs | None = None) -> Variant:
     """What config.json describes. layers: of the target, which tells what a config without layer ids means.
+
+    outputs: the layer ids as outputs of layers, whatever the config says.
 
     Raises CheckpointError for a missing file or key, and for another kind of drafter.
     """
-    return parse_variant(read_config(folder), folder / "config.json", layers)
+    return parse_variant(read_config(folder), folder / "config.json", layers, outputs)
 
 
-def parse_variant(config: Any, path: Path, layers: int | None = None) -> Variant:
+def parse_variant(config: Any, path: Path, layers: int | None = None, outputs: Outputs | None = None) -> Variant:
     """As `read_variant`, from the content of a config.json that lies (or will lie) at `path`."""
     speculators = is_speculators(config)
     architectures = config.get("architectures") if isinstance(config, dict) else None
@@ -82,7 +86,8 @@ def parse_variant(config: Any, path: Path, layers: int | None = None) -> Variant
             fix = "This is a drafter of EAGLE 1 or 2, which reads other states: --speculative-algorithm EAGLE, not EAGLE3."
         raise fault("drafter architecture", where=path, expected=ARCHITECTURE, found=first, fix=fix)
     try:
-        shape = speculators_shape(config, path, layers) if speculators else _shape(config, path, layers)
+        read = speculators_shape if speculators else _shape
+        shape = read(config, path, layers, outputs)
         return _variant(config, shape, speculators)
     except KeyError as error:
         expected, key, found = f"the key {error}", "", "none"
@@ -114,44 +119,38 @@ def refuse_untrainable(variant: Variant, path: Path) -> None:
         raise fault(what, where=where, expected=expected, found=found, fix=fix)
 
 
-def config_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """RoPE of a config as transformers 5 has it, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
-    return rope
-
-
 def _variant(config: dict[str, Any], shape: DrafterShape, speculators: bool) -> Variant:
     eagle = config.get("eagle_config") if isinstance(config.get("eagle_config"), dict) else {}
     on = {key for key in OPTIONS if config.get(key) or (eagle or {}).get(key)}
     if config.get("use_aux_norm"):
         on.add("fc_norm")
     ids = (eagle or {}).get(LAYERS) or config.get(LAYERS)
-    mark = config.get(MARK)
     return Variant(
         format="speculators" if speculators else "sglang",
         shape=shape,
         written_ids=tuple(ids) if ids else None,
-        translated_for=mark["engine"] if _marked(mark, ids) else None,
+        translated_for=_mark(config, ids).get("engine"),
         options=frozenset(on),
         target_hidden_size=int(config.get("target_hidden_size") or shape.hidden_size),
         own_embedding=bool(config.get("embed_requires_grad")),
     )
 
 
-def _marked(mark: Any, ids: Any) -> bool:
-    """Whether the ids are still those that were translated (an edited config means what it says)."""
-    return isinstance(mark, dict) and mark.get("written") == ids
+def _mark(config: dict[str, Any], ids: Any) -> dict[str, Any]:
+    """What the ids mean, if they are still those that were translated (an edited config means what it says); else empty."""
+    mark = config.get(MARK)
+    return mark if isinstance(mark, dict) and mark.get("written") == ids else {}
 
 
-def _shape(config: dict[str, Any], path: Path, layers: int | None) -> DrafterShape:
+def _shape(config: dict[str, Any], path: Path, layers: int | None, outputs: Outputs | None) -> DrafterShape:
     eagle = config.get("eagle_config") or {}
     ids: Any = eagle.get(LAYERS) or config.get(LAYERS)
-    if ids is None and layers is not None:
+    if outputs:
+        ids = outputs
+    elif ids is None and layers is not None:
         ids = default_aux_layers(layers)
-    elif _marked(config.get(MARK), ids):
-        ids = config[MARK]["outputs"]
+    else:
+        ids = _mark(config, ids).get("outputs", ids)
     if config.get("num_hidden_layers", 1) != 1:
         found = config["num_hidden_layers"]
         fix = "Only EAGLE-3 drafters with one Llama layer are supported."
@@ -166,6 +165,6 @@ def _shape(config: dict[str, Any], path: Path, layers: int | None) -> DrafterSha
         draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
         aux_layers=ids,
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_parameters=config_rope(config),
+        rope_parameters=text_rope(config),
         max_position_embeddings=config.get("max_position_embeddings", 2048),
     )

@@ -4,7 +4,6 @@ Each check is a pitfall that public tools leave silent: the drafter loads, and a
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,70 +14,15 @@ from ray_eagle.drafter.files import FLOAT_DTYPES, read_config
 from ray_eagle.drafter.names import EMBEDDING, MODEL
 from ray_eagle.drafter.speculators import NESTED
 from ray_eagle.drafter.variant import Variant, read_variant
-from ray_eagle.errors import CheckpointError, EagleError, TargetError
+from ray_eagle.errors import CheckpointError, EagleError
 from ray_eagle.preflight.estimate import human_bytes
 from ray_eagle.preflight.report import Finding, Level
 from ray_eagle.preflight.rope import rope_findings, rope_words
-from ray_eagle.target.layers import READ_BY_FIRST_ID, layer_readings
-from ray_eagle.target.loading import TargetFacts, read_text_config
-
-LATENT = READ_BY_FIRST_ID
-"""Families with latent attention (MLA), where the config does not say so itself."""
+from ray_eagle.target.layers import layer_readings
+from ray_eagle.target.sizes import TargetSizes
 
 
-@dataclass(frozen=True)
-class Target:
-    """What of a target a drafter has to fit."""
-
-    where: Path
-    model_type: str
-    layers: int
-    hidden_size: int
-    vocab_size: int
-    max_position_embeddings: int
-    rope: dict[str, Any]
-    latent_attention: bool = False
-    quantised: bool = False
-
-    @staticmethod
-    def of(facts: TargetFacts) -> "Target":
-        return Target(
-            where=facts.path,
-            model_type=facts.model_type,
-            layers=facts.layers,
-            hidden_size=facts.hidden_size,
-            vocab_size=facts.vocab_size,
-            max_position_embeddings=facts.max_position_embeddings,
-            rope=facts.rope_parameters,
-            latent_attention=facts.model_type in LATENT,
-        )
-
-
-def read_target(folder: Path) -> Target:
-    """From config.json alone, nested ones (Kimi's) too. Raises TargetError when it lacks a key."""
-    text = read_text_config(folder)
-    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", text.get("rope_theta", 10000.0))
-    try:
-        return Target(
-            where=folder,
-            model_type=text.get("model_type", "unknown"),
-            layers=text["num_hidden_layers"],
-            hidden_size=text["hidden_size"],
-            vocab_size=text["vocab_size"],
-            max_position_embeddings=text.get("max_position_embeddings", 2048),
-            rope=rope,
-            latent_attention=bool(text.get("kv_lora_rank")),
-            quantised=bool(text.get("quantization_config")),
-        )
-    except KeyError as error:
-        where = folder / "config.json"
-        raise TargetError(
-            f"target config: {where}: expected the key {error}, found none. Use a causal language model."
-        ) from None
-
-
-def check_folder(folder: Path, target: Target | None, engine: Engine | None = None) -> list[Finding]:
+def check_folder(folder: Path, target: TargetSizes | None, engine: Engine | None = None) -> list[Finding]:
     """Every finding about the drafter; without `target` only about its own files."""
     try:
         variant = read_variant(folder, target.layers if target else None)
@@ -131,7 +75,7 @@ def _layer_config(config: dict[str, Any]) -> dict[str, Any]:
     return nested if isinstance(nested, dict) else config
 
 
-def _description(folder: Path, variant: Variant, contents: Contents, target: Target | None) -> Finding:
+def _description(folder: Path, variant: Variant, contents: Contents, target: TargetSizes | None) -> Finding:
     size = human_bytes(sum(tensor.bytes for tensor in contents.stored.values()))
     dtypes = " and ".join(sorted({t.dtype for t in contents.stored.values() if t.dtype in FLOAT_DTYPES}))
     fits = ", fits the target" if target else ""
@@ -208,7 +152,7 @@ def _options(folder: Path, variant: Variant, engine: Engine | None) -> Iterator[
         )
 
 
-def _engine(folder: Path, contents: Contents, target: Target | None, engine: Engine) -> Iterator[Finding]:
+def _engine(folder: Path, contents: Contents, target: TargetSizes | None, engine: Engine) -> Iterator[Finding]:
     """What a certain engine does with the files."""
     tell = _teller("engine")
     head = contents.names.get("lm_head.weight", "")
@@ -248,7 +192,7 @@ def _engine(folder: Path, contents: Contents, target: Target | None, engine: Eng
         )
 
 
-def _context(folder: Path, variant: Variant, target: Target) -> Iterator[Finding]:
+def _context(folder: Path, variant: Variant, target: TargetSizes) -> Iterator[Finding]:
     if variant.shape.max_position_embeddings < target.max_position_embeddings:
         yield Finding(
             level="warning",
@@ -259,7 +203,7 @@ def _context(folder: Path, variant: Variant, target: Target) -> Iterator[Finding
         )
 
 
-def _readings(variant: Variant, target: Target, engine: Engine | None) -> Iterator[Finding]:
+def _readings(variant: Variant, target: TargetSizes, engine: Engine | None) -> Iterator[Finding]:
     """Which engines take other layers than the drafter was trained on, from the ids as they stand in the config."""
     tell = _teller("aux layers")
     outputs, model_type = list(variant.shape.aux_layers), target.model_type

@@ -56,7 +56,7 @@ def read_facts(config: TargetConfig) -> TargetFacts:
             num_key_value_heads=text.get("num_key_value_heads") or heads,
             head_dim=text.get("head_dim") or text["hidden_size"] // heads,
             rms_norm_eps=text.get("rms_norm_eps", 1e-6),
-            rope_parameters=_rope(text),
+            rope_parameters=text_rope(text),
             max_position_embeddings=text.get("max_position_embeddings", 2048),
             model_type=text.get("model_type", "unknown"),
             aux_layers=check_aux_layers(config.aux_layers, text["num_hidden_layers"]),
@@ -217,7 +217,8 @@ def read_text_config(path: Path) -> dict[str, Any]:
     return {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else raw
 
 
-def _rope(text: dict[str, Any]) -> dict[str, Any]:
+def text_rope(text: dict[str, Any]) -> dict[str, Any]:
+    """RoPE of a config as transformers 5 has it, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
     rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
     rope.setdefault("rope_theta", text.get("rope_theta", 10000.0))
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")

@@ -1,0 +1,201 @@
+"""Write a drafter in another tool's format, tensor by tensor: bytes are copied, never converted, whatever the file's size.
+
+What the other format has no place for is carried along, so that converting back gives the same tensors and settings.
+"""
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ray_eagle.drafter.checkpoint import sglang_config
+from ray_eagle.drafter.contents import MAPS, Contents, check_map, read_contents, read_map, tensor_faults
+from ray_eagle.drafter.engines import Engine
+from ray_eagle.drafter.files import SAFETENSORS_DTYPES, WEIGHTS, read_config
+from ray_eagle.drafter.names import LAYER_0, MIDLAYER, Naming
+from ray_eagle.drafter.speculators import LAYERS, NESTED, speculators_config
+from ray_eagle.drafter.variant import MARK, Format, Outputs, Variant, read_variant
+from ray_eagle.errors import ConfigError, InputError
+from ray_eagle.target.sizes import TargetSizes
+
+CHUNK = 16 << 20
+"""Bytes copied at a time."""
+CARRIED = "converted_from"
+"""Key of a config in SGLang's format with speculators' own settings."""
+TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+STATED = ("architectures", "eagle_config", LAYERS, MARK, CARRIED)
+"""Keys of a config that are written anew."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written."""
+
+    folder: Path
+    format: Format
+    outputs: tuple[int, ...]
+    """Layer ids, as outputs of layers."""
+    written_ids: tuple[int, ...]
+    """As they stand in its config."""
+    bytes: int
+    notes: tuple[str, ...]
+    """What differs from a copy."""
+
+
+def convert(
+    source: Path,
+    destination: Path,
+    to: Format,
+    *,
+    engine: Engine | None = None,
+    target: TargetSizes | None = None,
+    outputs: Outputs | None = None,
+) -> Converted:
+    """Write the drafter of `source` into the new folder `destination`, in the format `to`.
+
+    engine: translate the layer ids for it (SGLang's depend on the target). outputs: the layer ids, as outputs of layers,
+    where the config says none or wrong ones. Memory: one chunk of 16 MiB, and the vocabulary map.
+
+    Raises CheckpointError for a source that is damaged, InputError where it cannot be said in that format or the
+    destination is not empty, ConfigError for options that contradict each other.
+    """
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise InputError(f"{destination}: expected no folder, or an empty one, found files. Name another destination.")
+    if to == "speculators" and engine and engine.kind == "sglang":
+        raise ConfigError("--engine sglang: expected --to sglang, found --to speculators, which SGLang does not read.")
+    if engine and engine.kind == "sglang" and not target:
+        raise ConfigError("--engine sglang: expected --target beside: how it reads layer ids depends on the target.")
+    variant = read_variant(source, target.layers if target else None, outputs)
+    contents = read_contents(source, variant)
+    for problem in tensor_faults(variant, contents):
+        raise problem
+    maps, notes = _maps(variant, contents, to)
+    ids = _ids(variant, to, engine, target)
+    config = _config(read_config(source), variant, contents, to, ids, engine, target)
+    destination.mkdir(parents=True, exist_ok=True)
+    naming = Naming(LAYER_0 if to == "speculators" else MIDLAYER, prefix=False)
+    size = _write(contents, maps, naming, destination / WEIGHTS)
+    (destination / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    written = read_variant(destination)
+    for problem in tensor_faults(written, read_contents(destination, written)):
+        raise problem
+    if written.shape != variant.shape or written.options != variant.options:
+        raise InputError(f"{source}: expected a config that {to} can hold, found one that reads otherwise there.")
+    notes += [f"left out {name}: a copy of the target's" for name in contents.unused]
+    return Converted(destination, to, variant.shape.aux_layers, tuple(ids), size, tuple(notes))
+
+
+def _maps(variant: Variant, contents: Contents, to: Format) -> tuple[dict[str, bytes], list[str]]:
+    """Maps to write besides the stored ones: a t2d that follows from d2t. The maps are checked on the way."""
+    d2t, t2d = read_map(variant, contents)
+    if MAPS & contents.stored.keys():
+        check_map(d2t, t2d, contents.where)
+    whole = variant.shape.draft_vocab_size == variant.shape.vocab_size
+    if whole and to == "speculators" and bool(d2t.any()):
+        raise InputError(
+            f"{contents.where}: a map that reorders the whole vocabulary: expected draft ids equal to the target's, which "
+            "is all that speculators knows there, found others. Keep the drafter in SGLang's format."
+        )
+    if "d2t" in contents.stored and "t2d" not in contents.stored and not whole:
+        return {"t2d": bytes(t2d.to(torch.uint8).numpy().tobytes())}, ["made t2d from d2t"]
+    return {}, []
+
+
+def _ids(variant: Variant, to: Format, engine: Engine | None, target: TargetSizes | None) -> list[int]:
+    outputs = list(variant.shape.aux_layers)
+    if to == "speculators" or (engine and engine.kind == "vllm"):
+        return [layer + 1 for layer in outputs]
+    return engine.ids_for(outputs, target.layers, target.model_type) if engine and target else outputs
+
+
+def _config(
+    source: dict[str, Any],
+    variant: Variant,
+    contents: Contents,
+    to: Format,
+    ids: list[int],
+    engine: Engine | None,
+    target: TargetSizes | None,
+) -> dict[str, Any]:
+    nested = source.get(NESTED) if variant.format == "speculators" else source
+    assert isinstance(nested, dict)  # by read_variant
+    dtype = next(TORCH[t.dtype] for t in contents.stored.values() if t.dtype in TORCH)
+    layer = sglang_config(variant.shape, dtype)
+    layer |= {key: value for key, value in nested.items() if key not in layer and key not in STATED}
+    eagle = {key: value for key, value in (nested.get("eagle_config") or {}).items() if key != LAYERS}
+    options: dict[str, Any] = dict.fromkeys(sorted(variant.options), True)
+    if variant.target_hidden_size != variant.shape.hidden_size:
+        options["target_hidden_size"] = variant.target_hidden_size
+    if variant.own_embedding:
+        options["embed_requires_grad"] = True
+    own = {key: value for key, value in source.items() if key not in (NESTED, LAYERS, "architectures", MARK)}
+    if to == "sglang":
+        layer |= options
+        layer["eagle_config"] = {**layer["eagle_config"], **eagle, LAYERS: ids}
+        layer[LAYERS] = ids
+        if variant.format == "speculators":
+            layer[CARRIED] = own
+        elif CARRIED in source:
+            layer[CARRIED] = source[CARRIED]
+        if ids != list(variant.shape.aux_layers):
+            layer[MARK] = {"outputs": list(variant.shape.aux_layers), "written": ids, "engine": engine and engine.name}
+        return layer
+    for key in ("architectures", LAYERS, *options):
+        layer.pop(key, None)
+    layer["eagle_config"] = eagle
+    carried = own if variant.format == "speculators" else source.get(CARRIED) or {}
+    verifier = (carried.get("speculators_config") or {}).get("verifier") or {}
+    named = verifier.get("name_or_path"), list(verifier.get("architectures") or [])
+    made = speculators_config(layer, ids, options, (str(target.path), list(target.architectures)) if target else named)
+    if not target and "speculators_config" in carried:
+        made["speculators_config"] = carried["speculators_config"]
+    return {**{key: value for key, value in carried.items() if key not in made}, **made}
+
+
+def _write(contents: Contents, maps: dict[str, bytes], naming: Naming, path: Path) -> int:
+    """The file as safetensors writes it: wide dtypes first, so that every tensor is aligned. Returns its bytes."""
+    sizes = {name: (tensor.dtype, tensor.shape, tensor.bytes) for name, tensor in contents.stored.items()}
+    sizes |= {name: ("BOOL", (len(data),), len(data)) for name, data in maps.items()}
+    order = sorted(sizes, key=lambda name: (-SAFETENSORS_DTYPES[sizes[name][0]], naming.there(name)))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        dtype, shape, size = sizes[name]
+        header[naming.there(name)] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end := end + size]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    temporary = path.with_name(f".{path.name}.tmp")
+    opened: dict[Path, BinaryIO] = {}
+    try:
+        with temporary.open("wb") as sink:
+            sink.write(struct.pack("<Q", len(text)) + text)
+            for name in order:
+                if name in maps:
+                    sink.write(maps[name])
+                    continue
+                tensor = contents.stored[name]
+                stream = opened.setdefault(tensor.file, tensor.file.open("rb"))
+                _copy(stream, tensor.start, tensor.bytes, sink)
+            sink.flush()
+            os.fsync(sink.fileno())
+        temporary.replace(path)
+    finally:
+        for stream in opened.values():
+            stream.close()
+        temporary.unlink(missing_ok=True)
+    return path.stat().st_size
+
+
+def _copy(stream: BinaryIO, start: int, size: int, sink: BinaryIO) -> None:
+    stream.seek(start)
+    left = size
+    while left:
+        data = stream.read(min(CHUNK, left))
+        if not data:
+            raise InputError(f"{stream.name}: expected {left} more bytes, found the end. The file changed meanwhile.")
+        sink.write(data)
+        left -= len(data)

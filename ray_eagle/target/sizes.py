@@ -1,0 +1,64 @@
+"""What of a target a drafter has to fit, from config.json alone: milliseconds, whatever the target's size."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray_eagle.errors import TargetError
+from ray_eagle.target.layers import READ_BY_FIRST_ID
+from ray_eagle.target.loading import TargetFacts, read_text_config, text_rope
+
+LATENT = READ_BY_FIRST_ID
+"""Families with latent attention (MLA), where the config does not say so itself."""
+
+
+@dataclass(frozen=True)
+class TargetSizes:
+    """What of a target a drafter has to fit."""
+
+    path: Path
+    model_type: str
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope: dict[str, Any]
+    latent_attention: bool = False
+    quantised: bool = False
+    architectures: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(facts: TargetFacts) -> "TargetSizes":
+        return TargetSizes(
+            path=facts.path,
+            model_type=facts.model_type,
+            layers=facts.layers,
+            hidden_size=facts.hidden_size,
+            vocab_size=facts.vocab_size,
+            max_position_embeddings=facts.max_position_embeddings,
+            rope=facts.rope_parameters,
+            latent_attention=facts.model_type in LATENT,
+        )
+
+
+def read_target(folder: Path) -> TargetSizes:
+    """From config.json alone, nested ones (Kimi's) too. Raises TargetError when it lacks a key."""
+    text = read_text_config(folder)
+    try:
+        return TargetSizes(
+            path=folder,
+            model_type=text.get("model_type", "unknown"),
+            layers=text["num_hidden_layers"],
+            hidden_size=text["hidden_size"],
+            vocab_size=text["vocab_size"],
+            max_position_embeddings=text.get("max_position_embeddings", 2048),
+            rope=text_rope(text),
+            latent_attention=bool(text.get("kv_lora_rank")),
+            quantised=bool(text.get("quantization_config")),
+            architectures=tuple(text.get("architectures") or ()),
+        )
+    except KeyError as error:
+        where = folder / "config.json"
+        raise TargetError(
+            f"target config: {where}: expected the key {error}, found none. Use a causal language model."
+        ) from None
