@@ -6,7 +6,7 @@ What the other format has no place for is carried along, so that converting back
 import json
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,19 +15,22 @@ import torch
 from ray_eagle.drafter.checkpoint import sglang_config
 from ray_eagle.drafter.contents import MAPS, Contents, check_map, read_contents, read_map, tensor_faults
 from ray_eagle.drafter.engines import Engine
-from ray_eagle.drafter.files import SAFETENSORS_DTYPES, WEIGHTS, read_config
-from ray_eagle.drafter.names import LAYER_0, MIDLAYER, Naming
+from ray_eagle.drafter.files import FLOAT_DTYPES, SAFETENSORS_DTYPES, WEIGHTS, read_config, read_stored
+from ray_eagle.drafter.names import EMBEDDING, LAYER_0, MIDLAYER, Naming
 from ray_eagle.drafter.speculators import LAYERS, NESTED, speculators_config
 from ray_eagle.drafter.variant import MARK, Format, Outputs, Variant, read_variant
-from ray_eagle.errors import ConfigError, InputError
+from ray_eagle.errors import ConfigError, InputError, TargetError
 from ray_eagle.target.sizes import TargetSizes
+from ray_eagle.target.tensors import tensor_files
 
 CHUNK = 16 << 20
 """Bytes copied at a time."""
 CARRIED = "converted_from"
 """Key of a config in SGLang's format with speculators' own settings."""
+ADDED = "ray_eagle_embedding"
+"""Key of a Llama config in speculators' format whose embedding was copied from the target here, and goes on the way back."""
 TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-STATED = ("architectures", "eagle_config", LAYERS, MARK, CARRIED)
+STATED = ("architectures", "eagle_config", LAYERS, MARK, CARRIED, ADDED)
 """Keys of a config that are written anew."""
 
 
@@ -74,8 +77,15 @@ def convert(
     for problem in tensor_faults(variant, contents):
         raise problem
     maps, notes = _maps(variant, contents, to)
+    config = read_config(source)
+    if to == "speculators":
+        contents, added = _with_embedding(contents, target, notes)
+    else:
+        contents, added = _without_embedding(contents, config), False
     ids = _ids(variant, to, engine, target)
-    config = _config(read_config(source), variant, contents, to, ids, engine, target)
+    config = _config(config, variant, contents, to, ids, engine, target)
+    if added:
+        config[NESTED][ADDED] = "copied from the target"
     destination.mkdir(parents=True, exist_ok=True)
     naming = Naming(LAYER_0 if to == "speculators" else MIDLAYER, prefix=False)
     size = _write(contents, maps, naming, destination / WEIGHTS)
@@ -103,6 +113,39 @@ def _maps(variant: Variant, contents: Contents, to: Format) -> tuple[dict[str, b
     if "d2t" in contents.stored and "t2d" not in contents.stored and not whole:
         return {"t2d": bytes(t2d.to(torch.uint8).numpy().tobytes())}, ["made t2d from d2t"]
     return {}, []
+
+
+def _with_embedding(contents: Contents, target: TargetSizes | None, notes: list[str]) -> tuple[Contents, bool]:
+    """With the target's embedding, and whether it was added here.
+
+    vLLM takes the target's where there is none; speculators 0.9.0 takes it only if memory it never wrote happens to hold NaN.
+    """
+    if EMBEDDING in contents.stored:
+        return contents, False
+    if not target:
+        notes.append("no embedding: vLLM takes the target's, speculators needs it in the file; say --target to copy it")
+        return contents, False
+    try:
+        files = tensor_files(target.path)
+    except TargetError as error:
+        notes.append(f"no embedding: {error}")
+        return contents, False
+    name = min((name for name in files if name == EMBEDDING or name.endswith(f".{EMBEDDING}")), key=len, default="")
+    found = read_stored(files[name])[name] if name else None
+    if found is None or found.dtype not in FLOAT_DTYPES or found.shape != (target.vocab_size, target.hidden_size):
+        notes.append(f"no embedding: {target.path} has none that could be copied; vLLM takes the target's")
+        return contents, False
+    notes.append(f"copied {name} of the target, as speculators does")
+    stored, names = contents.stored | {EMBEDDING: found}, contents.names | {EMBEDDING: EMBEDDING}
+    return replace(contents, stored=stored, names=names), True
+
+
+def _without_embedding(contents: Contents, config: dict[str, Any]) -> Contents:
+    """Without the embedding that `_with_embedding` had added."""
+    nested = config.get(NESTED)
+    if not isinstance(nested, dict) or ADDED not in nested:
+        return contents
+    return replace(contents, stored={name: t for name, t in contents.stored.items() if name != EMBEDDING})
 
 
 def _ids(variant: Variant, to: Format, engine: Engine | None, target: TargetSizes | None) -> list[int]:

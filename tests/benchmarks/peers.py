@@ -55,7 +55,8 @@ class _StandIns:
         pass
 
 
-def _stand_in() -> None:
+def stand_in() -> None:
+    """Empty modules for the packages that are missing."""
     if not any(isinstance(finder, _StandIns) for finder in sys.meta_path):
         sys.meta_path.append(_StandIns())  # type: ignore[arg-type]
 
@@ -84,7 +85,7 @@ def speculators_step(
     """speculators: packed documents, float32 weights under autocast, AdamW, eager KL."""
     from tests.benchmarks.training_step import Running
 
-    _stand_in()
+    stand_in()
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3.config import Eagle3SpeculatorConfig
@@ -152,7 +153,7 @@ def specforge_trainer(
     config: Any, embedding_VH: Tensor, t2d_V: Tensor, steps: int, *, attention: str = "flex_attention", **optimizer: Any
 ) -> tuple[Any, Any]:
     """SpecForge's model around its drafter of random bfloat16 weights, and its optimizer with float32 masters."""
-    _stand_in()
+    stand_in()
     from specforge.algorithms.eagle3.model import OnlineEagle3Model
     from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
     from specforge.optimizer import BF16Optimizer
