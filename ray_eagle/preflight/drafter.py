@@ -232,13 +232,16 @@ def _readings(variant: Variant, target: TargetSizes, engine: Engine | None) -> I
     if variant.format == "speculators":
         readings = {name: reading for name, reading in readings.items() if name in ("vLLM", "speculators")}
     others = {name: reading for name, reading in readings.items() if reading != outputs}
-    if others:
-        text = "; ".join(f"{name} takes the outputs of {reading}" for name, reading in others.items())
+    text = "; ".join(f"{name} takes the outputs of {reading}" for name, reading in others.items())
+    if any(name.startswith("SGLang") for name in others):
         yield tell(
             "warning",
             f"ids {written} mean the outputs of {outputs} here, but on {model_type}: {text}.",
-            "Serve with an engine that reads them as outputs, or export for the other one.",
+            "Serve with an engine that reads them as outputs, or translate them: ray-eagle drafter convert SRC DST "
+            "--engine sglang==VERSION --target TARGET.",
         )
+    elif others:  # always so: vLLM and speculators count inputs, and our serving translates for vLLM
+        yield tell("ok", f"SGLang reads {written} as the outputs of {outputs}; {text}.", "")
     else:
         yield tell("ok", f"every engine reads {written} as the outputs of {outputs}.", "")
 

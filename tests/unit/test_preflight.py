@@ -1,12 +1,10 @@
 """Preflight on real folders that are damaged on the spot, real sockets and real processes; estimates by hand."""
 
 import json
-import math
 import os
 import resource
 import shutil
 import socket
-import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from ray_eagle.config import PRESETS, Config
 from ray_eagle.conversations.inputs import count_rows
-from ray_eagle.drafter.checkpoint import save_drafter, sglang_config
-from ray_eagle.drafter.shape import DrafterShape
+from ray_eagle.drafter.checkpoint import save_drafter
 from ray_eagle.preflight import machine
 from ray_eagle.preflight.artifacts import Weights, check_given_drafter
 from ray_eagle.preflight.checks import run_checks
@@ -30,6 +27,7 @@ from ray_eagle.run import Origin, RunFolder
 from ray_eagle.settings import load_config
 from ray_eagle.target.layers import SGLANG_BEFORE, SGLANG_SINCE, layer_readings
 from ray_eagle.target.loading import TargetFacts
+from tests.drafters import AQ_MEDAI, sparse_drafter
 from tests.tiny import VOCAB, tiny_drafter, tiny_shape
 
 
@@ -187,9 +185,10 @@ def test_sound_drafter_is_described(target: Path, tmp_path: Path) -> None:
     assert report.ok
     described = next(finding for finding in report.findings if finding.check == "drafter")
     assert "RoPE default, theta 10000.0 (the target: default, theta 10000.0)" in described.message
-    (warning,) = bad(report, "warning")
-    assert "vLLM takes the outputs of [0, 2, 3]" in warning.message
-    assert "SGLang" not in warning.message
+    assert bad(report, "warning") == []
+    (reading,) = (finding for finding in report.findings if finding.check == "aux layers")
+    assert "SGLang reads [1, 3, 4] as the outputs of [1, 3, 4]" in reading.message
+    assert "vLLM takes the outputs of [0, 2, 3]" in reading.message
 
 
 @pytest.mark.parametrize(
@@ -415,45 +414,9 @@ def test_connected_checks_ask_every_node(
     assert "Ray counts 4" in bad(report)[0].message
 
 
-def kimi_drafter(folder: Path) -> DrafterShape:
-    """A drafter of the founding case's size as a sparse file: header and map are real, the 2.4 GB between them a hole."""
-    shape = DrafterShape(
-        hidden_size=7168,
-        intermediate_size=18432,
-        num_attention_heads=64,
-        num_key_value_heads=64,
-        head_dim=128,
-        vocab_size=163_840,
-        draft_vocab_size=32_000,
-        aux_layers=(2, 30, 58),
-        rms_norm_eps=1e-5,
-        max_position_embeddings=262_144,
-    )
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(sglang_config(shape, torch.bfloat16)))
-    header: dict[str, Any] = {}
-    end = 0
-    for name, size in shape.tensors().items():
-        dtype, width = {"d2t": ("I64", 8), "t2d": ("BOOL", 1)}.get(name, ("BF16", 2))
-        header[name] = {
-            "dtype": dtype,
-            "shape": list(size),
-            "data_offsets": [end, end := end + width * math.prod(size)],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        start = file.tell()
-        file.seek(start + header["t2d"]["data_offsets"][0])
-        file.write(b"\1" * 32_000)  # the map of offsets 0: the first 32,000 tokens
-        file.truncate(start + end)
-    return shape
-
-
 def test_a_drafter_of_2_gigabytes_is_verified_in_milliseconds(tmp_path: Path) -> None:
     folder = tmp_path / "drafter"
-    shape = kimi_drafter(folder)
+    sparse_drafter(folder, AQ_MEDAI)
     size = (folder / "model.safetensors").stat().st_size
     assert 2.3e9 < size < 2.5e9
     facts = TargetFacts(
@@ -483,4 +446,3 @@ def test_a_drafter_of_2_gigabytes_is_verified_in_milliseconds(tmp_path: Path) ->
     assert "2.38 GB, BF16" in findings[0].message
     assert "SGLang since 2026-05 takes the outputs of [1, 29, 57]" in findings[1].message
     assert (seconds < 1, read < 2_000_000, faults < 5000) == (True, True, True), (seconds, read, faults)
-    assert shape.draft_vocab_size == 32_000
