@@ -160,9 +160,13 @@ def _bytes(count: int) -> str:
 
 
 def _sizes(target: str) -> "TargetSizes":
+    from ray_eagle.target.sizes import read_target
+
+    folder = Path(target).expanduser()
+    if (folder / "config.json").is_file():
+        return read_target(folder)
     from ray_eagle.config import TargetConfig
     from ray_eagle.target.loading import resolve_target
-    from ray_eagle.target.sizes import read_target
 
     return read_target(resolve_target(TargetConfig(path=target)))
 

@@ -3,7 +3,6 @@ tools are read as well, as far as their drafter is a plain EAGLE-3 layer.
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from ray_eagle.drafter.files import WEIGHTS, fault, read_tensors
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.drafter.speculators import LAYERS
-from ray_eagle.drafter.variant import ARCHITECTURE, read_variant, refuse_untrainable
-from ray_eagle.errors import CheckpointError
+from ray_eagle.drafter.variant import ARCHITECTURE, fit_faults, read_variant, refuse_untrainable
 
 
 def sglang_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
@@ -54,7 +52,7 @@ def sglang_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
 
 def save_drafter(drafter: Drafter, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the SGLang folder and check it as a reader would. Weights in `dtype`, d2t int64 offsets, t2d bool."""
-    check_map(drafter.d2t.cpu(), drafter.t2d.cpu(), folder / WEIGHTS)
+    check_map(drafter.d2t.cpu().numpy(), drafter.t2d.cpu().numpy(), folder / WEIGHTS)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: (tensor.detach().to("cpu", dtype) if tensor.is_floating_point() else tensor.detach().cpu()).contiguous()
@@ -81,7 +79,10 @@ def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> Drafter:
     d2t, t2d = read_map(variant, contents)
     check_map(d2t, t2d, contents.where)
     drafter = Drafter(shape)
-    drafter.load_state_dict({"d2t": d2t, "t2d": t2d} | {names[there]: tensor for there, tensor in found.items()})
+    drafter.load_state_dict(
+        {"d2t": torch.from_numpy(d2t), "t2d": torch.from_numpy(t2d)}
+        | {names[there]: tensor for there, tensor in found.items()}
+    )
     return drafter.to(dtype)
 
 
@@ -124,26 +125,4 @@ def check_fits(
         expected = f"{list(captured)} (the captured ones)"
         raise fault(
             "drafter listens to other layers", where=where, expected=expected, found=list(shape.aux_layers), fix=fix
-        )
-
-
-def fit_faults(
-    shape: DrafterShape, *, hidden_size: int, vocab_size: int, layers: int, where: object
-) -> Iterator[CheckpointError]:
-    """Every sign that the drafter was made for another target."""
-    for name, expected, found in (
-        ("hidden_size", hidden_size, shape.hidden_size),
-        ("vocab_size", vocab_size, shape.vocab_size),
-    ):
-        if expected != found:
-            fix = "Name a drafter made for this target, or none (drafter.path) to train one."
-            what = f"drafter for another target: {name}"
-            yield fault(what, where=where, expected=f"{expected} (the target's)", found=found, fix=fix)
-    if max(shape.aux_layers) >= layers:
-        yield fault(
-            "drafter for another target: aux layer ids",
-            where=where,
-            expected=f"below {layers} (the target's layers)",
-            found=list(shape.aux_layers),
-            fix="Name a drafter made for this target.",
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from ray_eagle.drafter.files import (
     COPY_AGAIN,
@@ -17,8 +17,8 @@ from ray_eagle.drafter.files import (
     SAFETENSORS_DTYPES,
     StoredTensor,
     fault,
+    read_arrays,
     read_headers,
-    read_tensors,
     weight_files,
 )
 from ray_eagle.drafter.names import EMBEDDING, Naming, naming_of
@@ -118,30 +118,37 @@ def _optional(variant: Variant, stored: dict[str, StoredTensor]) -> frozenset[st
     return frozenset({"t2d"}) if "d2t" in stored else frozenset()
 
 
-def read_map(variant: Variant, contents: Contents) -> tuple[torch.Tensor, torch.Tensor]:
+def read_map(variant: Variant, contents: Contents) -> tuple[np.ndarray, np.ndarray]:
     """d2t [D] int64 and t2d [V] bool, what is absent made from the rest. Raises CheckpointError for ids out of range."""
     shape = variant.shape
-    wanted = {contents.names[name]: contents.stored[name] for name in MAPS & contents.stored.keys()}
-    found = read_tensors(wanted)
-    d2t = found.get(contents.names.get("d2t", ""), torch.zeros(shape.draft_vocab_size, dtype=torch.int64))
+    found = read_arrays({contents.names[name]: contents.stored[name] for name in MAPS & contents.stored.keys()})
+    d2t = found.get(contents.names.get("d2t", ""))
+    if d2t is None:
+        d2t = np.zeros(shape.draft_vocab_size, dtype=np.int64)
     t2d = found.get(contents.names.get("t2d", ""))
     if t2d is None:
-        ids = torch.arange(len(d2t)) + d2t
-        if not bool(((ids >= 0) & (ids < shape.vocab_size)).all()):
-            raise map_fault(contents.where, "ids out of range")
-        t2d = torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+        ids = _ids(d2t, shape.vocab_size, contents.where)
+        t2d = np.zeros(shape.vocab_size, dtype=np.bool_)
+        t2d[ids] = True
     return d2t, t2d
 
 
-def check_map(d2t: torch.Tensor, t2d: torch.Tensor, where: Path) -> None:
-    """d2t [D] holds distinct offsets that mark the same ids as t2d [V]. Raises CheckpointError."""
-    ids = torch.arange(len(d2t)) + d2t
-    if not bool(((ids >= 0) & (ids < len(t2d))).all()):
-        raise map_fault(where, "ids out of range")
-    if not torch.equal(torch.zeros_like(t2d).index_fill_(0, ids, True), t2d):
+def check_map(d2t_D: np.ndarray, t2d_V: np.ndarray, where: Path) -> None:
+    """d2t holds distinct offsets that mark the same ids as t2d. Raises CheckpointError."""
+    ids = _ids(d2t_D, len(t2d_V), where)
+    marked: np.ndarray = np.zeros(len(t2d_V), dtype=np.bool_)
+    marked[ids] = True
+    if not np.array_equal(marked, t2d_V):
         raise map_fault(where, "two maps that disagree")
-    if len(ids.unique()) < len(ids):
-        raise map_fault(where, f"{len(ids) - len(ids.unique())} ids more than once")
+    if int(marked.sum()) < len(ids):
+        raise map_fault(where, f"{len(ids) - int(marked.sum())} ids more than once")
+
+
+def _ids(d2t_D: np.ndarray, vocab_size: int, where: Path) -> np.ndarray:
+    ids = np.arange(len(d2t_D)) + d2t_D
+    if ((ids < 0) | (ids >= vocab_size)).any():
+        raise map_fault(where, "ids out of range")
+    return ids
 
 
 def map_fault(where: Path, found: str) -> CheckpointError:

@@ -6,12 +6,15 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ray_eagle.errors import CheckpointError, explain
+
+if TYPE_CHECKING:  # the commands that read headers alone answer before torch is loaded
+    import torch
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -121,7 +124,7 @@ def tensor_bytes(path: Path) -> int:
     return sum(math.prod(size) * SAFETENSORS_DTYPES[dtype] for dtype, size in read_header(path).values())
 
 
-def read_tensor(path: Path, name: str) -> torch.Tensor:
+def read_tensor(path: Path, name: str) -> "torch.Tensor":
     """One tensor of a safetensors file, read alone. Raises CheckpointError when it is not there."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -130,12 +133,21 @@ def read_tensor(path: Path, name: str) -> torch.Tensor:
         raise CheckpointError(f"{path}: tensor {name} cannot be read ({error}).") from None
 
 
-def read_tensors(names: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+def read_tensors(names: Mapping[str, StoredTensor]) -> "dict[str, torch.Tensor]":
     """The named tensors, each file opened once. Raises CheckpointError where header and data contradict each other."""
+    return _read(names, "pt")
+
+
+def read_arrays(names: Mapping[str, StoredTensor]) -> dict[str, np.ndarray]:
+    """As `read_tensors`, of integers and booleans, without torch."""
+    return _read(names, "np")
+
+
+def _read(names: Mapping[str, StoredTensor], framework: str) -> dict[str, Any]:
     found = {}
     for path in {tensor.file for tensor in names.values()}:
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(path, framework=framework) as file:
                 found.update({name: file.get_tensor(name) for name, stored in names.items() if stored.file == path})
         except SafetensorError as error:  # sizes and offsets of the header contradict each other
             raise _damaged(f"{path}: the safetensors header is damaged ({error}).", COPY_AGAIN) from None

@@ -127,7 +127,7 @@ def _given_drafter(path: str, facts: TargetFacts, d2t: Tensor, t2d: Tensor, rein
             f"drafter {path}: expected the vocabulary map of the run, found another one. Its head rows belong to its own "
             "map: run `ray-eagle vocab --redo`, which takes it over, or set vocab.keep_given to false, which moves them."
         )
-    check_map(d2t, t2d, Path("the run's map"))
+    check_map(d2t.numpy(), t2d.numpy(), Path("the run's map"))
     return move_rows(drafter, d2t, t2d, head_and_embedding(facts)[0])
 
 

@@ -1,5 +1,6 @@
 """What kind of drafter a config.json describes: the format, the sizes, and the options that change the forward pass."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.drafter.speculators import LAYERS, is_speculators, speculators_shape
 from ray_eagle.errors import CheckpointError
 from ray_eagle.target.layers import default_aux_layers
-from ray_eagle.target.loading import text_rope
+from ray_eagle.target.sizes import text_rope
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
@@ -117,6 +118,28 @@ def refuse_untrainable(variant: Variant, path: Path) -> None:
         )
         where = f"{path}, {key}" if key else path
         raise fault(what, where=where, expected=expected, found=found, fix=fix)
+
+
+def fit_faults(
+    shape: DrafterShape, *, hidden_size: int, vocab_size: int, layers: int, where: object
+) -> Iterator[CheckpointError]:
+    """Every sign that the drafter was made for another target."""
+    for name, expected, found in (
+        ("hidden_size", hidden_size, shape.hidden_size),
+        ("vocab_size", vocab_size, shape.vocab_size),
+    ):
+        if expected != found:
+            fix = "Name a drafter made for this target, or none (drafter.path) to train one."
+            what = f"drafter for another target: {name}"
+            yield fault(what, where=where, expected=f"{expected} (the target's)", found=found, fix=fix)
+    if max(shape.aux_layers) >= layers:
+        yield fault(
+            "drafter for another target: aux layer ids",
+            where=where,
+            expected=f"below {layers} (the target's layers)",
+            found=list(shape.aux_layers),
+            fix="Name a drafter made for this target.",
+        )
 
 
 def _variant(config: dict[str, Any], shape: DrafterShape, speculators: bool) -> Variant:

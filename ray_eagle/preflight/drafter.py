@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ray_eagle.drafter.checkpoint import fit_faults
 from ray_eagle.drafter.contents import Contents, check_map, read_contents, read_map, tensor_faults
 from ray_eagle.drafter.engines import Engine
 from ray_eagle.drafter.files import FLOAT_DTYPES, read_config
 from ray_eagle.drafter.names import EMBEDDING, MODEL
 from ray_eagle.drafter.speculators import NESTED
-from ray_eagle.drafter.variant import Variant, read_variant
+from ray_eagle.drafter.variant import Variant, fit_faults, read_variant
 from ray_eagle.errors import CheckpointError, EagleError
 from ray_eagle.preflight.estimate import human_bytes
 from ray_eagle.preflight.report import Finding, Level
@@ -220,8 +219,8 @@ def _readings(variant: Variant, target: TargetSizes, engine: Engine | None) -> I
         if found != outputs:
             yield tell(
                 "error",
-                f"{engine.name} reads {written} on {model_type} as the outputs of {found}; the drafter was trained on "
-                f"{outputs}.",
+                f"{engine.name} reads {written} on {model_type} as the outputs of {found}; to the tool that wrote it "
+                f"they mean {outputs}.",
                 f"ray-eagle drafter convert SRC DST --engine {engine.kind}=={engine.version or 'VERSION'} --target TARGET "
                 "writes the ids that it reads so.",
             )

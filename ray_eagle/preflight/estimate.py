@@ -1,6 +1,5 @@
 """What a run costs in bytes and hours, before it starts."""
 
-from ray_eagle.hidden_states.schema import sample_bytes
 from ray_eagle.preflight.report import Estimate
 
 
@@ -15,6 +14,8 @@ def estimate_run(
     tokens_per_s: float | None = None,
 ) -> Estimate:
     """Size of the hidden-state dataset, and hours of extraction when its rate in tokens/s is given."""
+    from ray_eagle.hidden_states.schema import sample_bytes  # with torch, which the drafter commands do without
+
     tokens = round(samples * tokens_per_sample)
     supervised = round(tokens * supervised_share)
     return Estimate(

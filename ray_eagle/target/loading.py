@@ -1,7 +1,6 @@
 """Find the target, read its facts without loading it, and load it through transformers."""
 
 import hashlib
-import json
 import secrets
 import shutil
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from ray_eagle.config import TargetConfig
 from ray_eagle.errors import TargetError, explain
 from ray_eagle.target.layers import check_aux_layers
+from ray_eagle.target.sizes import read_text_config, text_rope
 from ray_eagle.target.tensors import open_tensors, tensor_files
 
 WEIGHT_SAMPLES = 256
@@ -206,23 +206,6 @@ def read_target_tensor(path: Path, suffix: str) -> torch.Tensor | None:
         return None
     name = min(matches, key=len)
     return open_tensors(files, [name])[name][...]
-
-
-def read_text_config(path: Path) -> dict[str, Any]:
-    """config.json of a model folder, with the language model's own settings on top where several models are one."""
-    try:
-        raw = json.loads((path / "config.json").read_text())
-    except ValueError as error:
-        raise TargetError(f"{path / 'config.json'} is not valid JSON ({error}). Copy the file again.") from None
-    return {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else raw
-
-
-def text_rope(text: dict[str, Any]) -> dict[str, Any]:
-    """RoPE of a config as transformers 5 has it, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
-    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", text.get("rope_theta", 10000.0))
-    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
-    return rope
 
 
 def _gguf_in_wheel(name: str) -> Path:

@@ -1,12 +1,15 @@
 """What of a target a drafter has to fit, from config.json alone: milliseconds, whatever the target's size."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray_eagle.errors import TargetError
 from ray_eagle.target.layers import READ_BY_FIRST_ID
-from ray_eagle.target.loading import TargetFacts, read_text_config, text_rope
+
+if TYPE_CHECKING:
+    from ray_eagle.target.loading import TargetFacts
 
 LATENT = READ_BY_FIRST_ID
 """Families with latent attention (MLA), where the config does not say so itself."""
@@ -28,7 +31,7 @@ class TargetSizes:
     architectures: tuple[str, ...] = ()
 
     @staticmethod
-    def of(facts: TargetFacts) -> "TargetSizes":
+    def of(facts: "TargetFacts") -> "TargetSizes":
         return TargetSizes(
             path=facts.path,
             model_type=facts.model_type,
@@ -62,3 +65,20 @@ def read_target(folder: Path) -> TargetSizes:
         raise TargetError(
             f"target config: {where}: expected the key {error}, found none. Use a causal language model."
         ) from None
+
+
+def read_text_config(path: Path) -> dict[str, Any]:
+    """config.json of a model folder, with the language model's own settings on top where several models are one."""
+    try:
+        raw = json.loads((path / "config.json").read_text())
+    except ValueError as error:
+        raise TargetError(f"{path / 'config.json'} is not valid JSON ({error}). Copy the file again.") from None
+    return {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else raw
+
+
+def text_rope(text: dict[str, Any]) -> dict[str, Any]:
+    """RoPE of a config as transformers 5 has it, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
+    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", text.get("rope_theta", 10000.0))
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
+    return rope

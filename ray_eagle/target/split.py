@@ -3,7 +3,8 @@
 from itertools import accumulate
 
 from ray_eagle.errors import TargetError
-from ray_eagle.target.loading import TargetFacts, read_text_config
+from ray_eagle.target.loading import TargetFacts
+from ray_eagle.target.sizes import read_text_config
 from ray_eagle.target.tensors import layer_of, read_header, tensor_files
 
 PACKED_INT4 = "weight_packed"
