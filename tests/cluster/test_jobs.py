@@ -71,7 +71,8 @@ def settings(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> d
         "generate": {
             "prompts": str(folder / "prompts.jsonl"),
             "max_new_tokens": 8,
-            "batch_size": 3,
+            "batch_size": 2,
+            "part_size": 3,
             "held_out_share": 0.5,
             "validation_share": 0,
         },
