@@ -199,8 +199,8 @@ class TrainConfig(Section):
     """Matrix products; master weights, softmax and loss are float32 always."""
     fp8: bool = False
     """8-bit matrix products in the drafter (Hopper GPUs and later; elsewhere emulated). The teacher is never rounded so."""
-    compile: bool = False
-    """Fuse what lies between the matrix products with torch.compile."""
+    compile: bool | None = None
+    """Fuse what lies between the matrix products with torch.compile, which takes half a minute. Default: on GPUs."""
     objective: Literal["soft-ce", "acceptance", "mix"] = "soft-ce"
     """Soft cross-entropy; the chance that sampled speculation accepts a draft; or from the first to the second as it grows."""
     labels: Literal["soft", "hard"] = "soft"

@@ -26,7 +26,11 @@ class CheckpointError(InputError):
 
 
 class DatasetError(InputError):
-    """A hidden-state dataset is incomplete, damaged, locked or was planned otherwise."""
+    """A hidden-state dataset is incomplete, damaged or was planned otherwise."""
+
+
+class LockedError(InputError):
+    """Another process writes into the folder, or may."""
 
 
 class OriginError(EagleError):

@@ -178,6 +178,15 @@ class Folder:
         self.fs.delete_file(self.file(name))
 
 
+def sync(path: Path) -> None:
+    """Have the filesystem keep a file, or the names in a folder, through a crash."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 class RunFolder(Folder):
     """The folder of one run: one subfolder a stage."""
 

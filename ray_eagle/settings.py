@@ -189,7 +189,10 @@ def _check_keys(section: type[BaseModel], layer: dict[str, Any], where: str, pre
             if not isinstance(value, dict):
                 raise ConfigError(f"{where}: {dotted!r} is a group of settings, found {value!r}. Use {dotted}.NAME.")
             _check_keys(kind, value, where, f"{dotted}.")
-        elif isinstance(value, bool) and kind is not bool:  # a flag without its value; as a number it would be 1
+        elif isinstance(value, bool) and kind not in (
+            bool,
+            bool | None,
+        ):  # a flag without its value; as a number it would be 1
             raise ConfigError(f"{where}: {dotted}: expected a value, found {str(value).lower()}.")
 
 

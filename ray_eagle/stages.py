@@ -16,8 +16,9 @@ from ray_eagle.conversations.generate import generate
 from ray_eagle.conversations.prompts import prompts_hash
 from ray_eagle.drafter.checkpoint import read_shape
 from ray_eagle.errors import InputError, OriginError
-from ray_eagle.hidden_states.dataset import read_plan, read_records, refuse_if_locked
+from ray_eagle.hidden_states.dataset import read_plan, read_records
 from ray_eagle.hidden_states.extract import extract
+from ray_eagle.lock import refuse_if_locked
 from ray_eagle.preflight.checks import run_checks
 from ray_eagle.probing.stage import Breakeven, Probe, breakeven, probe
 from ray_eagle.progress import Progress
@@ -246,8 +247,9 @@ class Pipeline:
         return content_hash([hashlib.blake2b(folder.read_bytes(file)).hexdigest() for file in files]) if files else ""
 
     def _discard(self, name: str) -> None:
-        if name == "extract":
-            refuse_if_locked(self.run.of(name))
+        locked = {"extract": self.run.of("extract"), "train": self.run.folder(CHECKPOINTS)}
+        if name in locked:
+            refuse_if_locked(locked[name])
         self.run.of(name).delete()
         if name == "train":
             self.run.folder(CHECKPOINTS).delete()

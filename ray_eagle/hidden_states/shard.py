@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from ray_eagle.errors import DatasetError
 from ray_eagle.hidden_states.plan import Quarantined
 from ray_eagle.hidden_states.schema import Sample, encode, schema
-from ray_eagle.run import Folder, content_hash
+from ray_eagle.run import Folder, content_hash, sync
 
 MAGIC = b"ARROW1\0\0"
 
@@ -163,15 +163,6 @@ def count_tokens(parts: list[np.ndarray]) -> tuple[list[int], list[int]]:
 def combined_checksum(frame: list[str], rows: list[str]) -> str:
     """Of a whole file: from the checksums of its begin, its end and its rows."""
     return xxhash.xxh3_128_hexdigest(" ".join([*frame, *rows]).encode())
-
-
-def sync(path: Path) -> None:
-    """Have the filesystem keep a file, or the names in a folder, through a crash."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class _Stream:

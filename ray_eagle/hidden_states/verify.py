@@ -12,11 +12,12 @@ import pyarrow as pa
 import xxhash
 
 from ray_eagle.errors import DatasetError, InputError
-from ray_eagle.hidden_states.dataset import parse_record, read_plan, record_name, refuse_if_locked
+from ray_eagle.hidden_states.dataset import parse_record, read_plan, record_name
 from ray_eagle.hidden_states.plan import DatasetPlan
 from ray_eagle.hidden_states.reader import locate
 from ray_eagle.hidden_states.schema import Sample, decode, sample_id, schema
 from ray_eagle.hidden_states.shard import UnitRecord, combined_checksum, count_tokens
+from ray_eagle.lock import refuse_if_locked
 from ray_eagle.run import Folder
 
 

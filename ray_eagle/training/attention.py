@@ -135,8 +135,8 @@ def plain_forward(
             q, k, v = _grouped(queries_QAE[q0:q1], keys_TGE[k0:k1], values_TGE[k0:k1])
             scores = _scores(q, k, scale, q1 - q0)
             lse = scores.logsumexp(-1)
-            out = (scores - lse.unsqueeze(-1)).exp_().to(v.dtype).flatten(1, 2) @ v
-            outputs.append(_ungrouped(out, q1 - q0))
+            out = (scores - lse.unsqueeze(-1)).exp_().flatten(1, 2) @ v
+            outputs.append(_ungrouped(out, q1 - q0).to(queries_QAE.dtype))
             sums.append(lse.flatten(0, 1))
     if not outputs:
         return torch.zeros_like(queries_QAE), wide(queries_QAE.new_zeros(queries_QAE.shape[1], 0))
@@ -164,11 +164,11 @@ def plain_backward(
         grad = _grouped(grad_QAE[q0:q1], keys_TGE[k0:k1], values_TGE[k0:k1])[0]
         lse, delta = (x.T[q0:q1].T.unflatten(0, (groups, -1)).unsqueeze(-1) for x in (lse_AQ, delta_QA.T))
         weights = (_scores(q, k, scale, q1 - q0) - lse).exp_()
-        grad_weights = wide(grad @ v.transpose(1, 2)).view_as(weights)
-        grad_scores = (grad_weights.sub_(delta).mul_(weights) * scale).to(q.dtype).flatten(1, 2)
+        grad_weights = (grad @ v.transpose(1, 2)).view_as(weights)
+        grad_scores = grad_weights.sub_(delta).mul_(weights).mul_(scale).flatten(1, 2)
         grad_queries[q0:q1] = _ungrouped(grad_scores @ k, q1 - q0)
         grad_keys[k0:k1] = (grad_scores.transpose(1, 2) @ q).transpose(0, 1)
-        grad_values[k0:k1] = (weights.to(q.dtype).flatten(1, 2).transpose(1, 2) @ grad).transpose(0, 1)
+        grad_values[k0:k1] = (weights.flatten(1, 2).transpose(1, 2) @ grad).transpose(0, 1)
     return grad_queries, grad_keys, grad_values
 
 
@@ -215,10 +215,13 @@ def _to_slots(x_N: Tensor, index: StepIndex, spans: Spans) -> Tensor:
 
 
 def _grouped(q_QAE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[G, A/G * Q, E], [G, T, E], [G, T, E]: queries that share keys are rows of one product."""
+    """[G, A/G * Q, E], [G, T, E], [G, T, E], wide: queries that share keys are rows of one product.
+
+    Wide on CPUs is also faster: their 16-bit products compile anew for each pair of lengths.
+    """
     groups = k_TGE.shape[1]
-    q = q_QAE.unflatten(1, (groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-    return q, k_TGE.transpose(0, 1), v_TGE.transpose(0, 1)
+    q = wide(q_QAE).unflatten(1, (groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    return q, wide(k_TGE).transpose(0, 1), wide(v_TGE).transpose(0, 1)
 
 
 def _ungrouped(x: Tensor, queries: int) -> Tensor:
@@ -228,7 +231,7 @@ def _ungrouped(x: Tensor, queries: int) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, scale: float, queries: int) -> Tensor:
     """[G, A/G, Q, T], wide, -inf where a key comes after the query."""
-    scores = (wide(q @ k.transpose(1, 2)) * scale).unflatten(1, (-1, queries))
+    scores = (q @ k.transpose(1, 2)).mul_(scale).unflatten(1, (-1, queries))
     keys = k.shape[1]
     hidden_QT = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu_(keys - queries + 1)
     return scores.masked_fill_(hidden_QT, float("-inf"))

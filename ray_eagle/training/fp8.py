@@ -6,73 +6,63 @@ be multiples of 16: rows of activations are padded with zeros, which add nothing
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ray_eagle.training.pointwise import compile_rows
-
 FORWARD = torch.float8_e4m3fn
 BACKWARD = torch.float8_e5m2
 MULTIPLE = 16
+SMALLEST = 1e-12
+"""The largest magnitude is taken as at least this, so that zeros have a scale."""
+
+
+Quantiser = Callable[[Tensor, torch.dtype, bool, bool], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """A matrix [M, N] in 8 bits: `values` * `scale`. M is a multiple of 16 after padding; `count` rows are real."""
+    """A matrix [M, N] in 8 bits, M padded to a multiple of 16; `count` rows are real."""
 
     values: Tensor
+    """[M, N]; times `scale`. Empty [0, 0] if only the other form was asked for."""
+    turned: Tensor
+    """[N, M]: the same transposed, its rows contiguous as the hardware wants them; empty likewise."""
     scale: Tensor
     """[] float32."""
     count: int
 
     def transposed(self) -> "Quantised":
-        """[N, M], its rows contiguous as the hardware wants them; padded columns stay."""
-        bits = self.values.view(torch.uint8)
-        turned = _fast_transpose()(bits) if bits.is_cuda else _transpose(bits)
-        return Quantised(turned.view(self.values.dtype), self.scale, self.values.shape[1])
+        return Quantised(self.turned, self.values, self.scale, len(self.turned))
 
     def rows(self, rows: slice) -> "Quantised":
         start, stop, _ = rows.indices(self.count)
-        return Quantised(self.values[start:stop], self.scale, stop - start)
+        return Quantised(self.values[start:stop], self.turned[:, start:stop], self.scale, stop - start)
 
     def columns(self, columns: slice) -> "Quantised":
-        return Quantised(self.values[:, columns], self.scale, self.count)
+        return Quantised(self.values[:, columns], self.turned[columns], self.scale, self.count)
 
 
-def quantise(x_MN: Tensor, kind: torch.dtype) -> Quantised:
-    """The largest magnitude becomes the largest number of `kind`. Never waits for the GPU."""
-    fast = x_MN.is_cuda and len(x_MN) > 1
-    scale, values = _fast()(x_MN, kind) if fast else _quantise(x_MN, kind)
-    padding = -len(values) % MULTIPLE
-    if padding:
-        values = F.pad(values.view(torch.uint8), (0, 0, 0, padding)).view(kind)
-    return Quantised(values, scale, len(x_MN))
+def quantise(x_MN: Tensor, kind: torch.dtype, *, values: bool = True, turned: bool = True) -> Quantised:
+    """The largest magnitude becomes the largest number of `kind`. In either form or both. Never waits for the GPU."""
+    function: Quantiser = plain_quantise
+    if x_MN.is_cuda:
+        from ray_eagle.training import kernels
+
+        function = kernels.quantise
+    values_MN, turned_NM, scale = function(x_MN, kind, values, turned)
+    return Quantised(values_MN, turned_NM, scale, len(x_MN))
 
 
-def _quantise(x_MN: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+def plain_quantise(x_MN: Tensor, kind: torch.dtype, values: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, turned and scale in plain torch."""
     most = torch.finfo(kind).max
     largest = x_MN.abs().amax() if x_MN.numel() else x_MN.new_zeros(())
-    scale = largest.float().clamp(min=1e-12) / most
-    return scale, (x_MN.float() / scale).clamp(-most, most).to(kind)
-
-
-@cache
-def _fast() -> Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]:
-    """`_quantise` as two kernels: plain torch reads and writes the numbers five times."""
-    return compile_rows(_quantise)
-
-
-def _transpose(bits_MN: Tensor) -> Tensor:
-    return bits_MN.T.contiguous()
-
-
-@cache
-def _fast_transpose() -> Callable[[Tensor], Tensor]:
-    """`_transpose` in tiles: plain torch reads single bytes far apart."""
-    return compile_rows(_transpose)
+    scale = largest.float().clamp(min=SMALLEST) / most
+    small = F.pad((x_MN.float() / scale).clamp(-most, most), (0, 0, 0, -len(x_MN) % MULTIPLE)).to(kind)
+    none = small.new_empty(0, 0)
+    return small if values else none, small.T.contiguous() if turned else none, scale
 
 
 def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ray_eagle.training import fp8
+
 LOSS_BLOCK = 4096
+LARGEST_BLOCK = 8192
+LARGEST_PROGRAMS = 1024
+TILE = 128
 
 
 def merge(queries_NAE, output_QAE, lse_AQ, seen, own, index, scale):
@@ -58,6 +63,30 @@ def row_losses(logits_RD, teacher_SD, row_R, target_R, weight_R, objective):
             BACKWARD=weight_R is not None, BLOCK=min(LOSS_BLOCK, triton.next_power_of_2(size)), num_warps=8,
         )  # fmt: skip
     return losses_R, best_R
+
+
+def quantise(x_MN, kind, values, turned):
+    """`fp8.plain_quantise`: the matrix is read twice, once for its largest magnitude; both forms are written from one tile."""
+    x_MN = x_MN.contiguous()
+    rows, columns = x_MN.shape
+    padded = triton.cdiv(rows, fp8.MULTIPLE) * fp8.MULTIPLE
+    values_MN, turned_NM = (
+        torch.empty(shape if wanted else (0, 0), dtype=kind, device=x_MN.device)
+        for shape, wanted in (((padded, columns), values), ((columns, padded), turned))
+    )
+    largest = torch.zeros((), dtype=torch.int32, device=x_MN.device)
+    scale = torch.empty((), dtype=torch.float32, device=x_MN.device)
+    count = rows * columns
+    if count:
+        programs = min(triton.cdiv(count, LARGEST_BLOCK), LARGEST_PROGRAMS)
+        rounds = triton.cdiv(count, programs * LARGEST_BLOCK)
+        _largest[(programs,)](x_MN, largest, count, programs, rounds, BLOCK=LARGEST_BLOCK, num_warps=8)
+    grid = (triton.cdiv(padded, TILE), triton.cdiv(columns, TILE)) if count else (1, 1)
+    _quantise[grid](
+        x_MN, largest, scale, values_MN, turned_NM, rows, columns, padded, torch.finfo(kind).max, fp8.SMALLEST,
+        VALUES=values, TURNED=turned, TILE=TILE, num_warps=8,
+    )  # fmt: skip
+    return values_MN, turned_NM, scale
 
 
 def _rows(seen) -> int:
@@ -207,3 +236,40 @@ def _row_losses(
             if OBJECTIVE != "soft-ce":
                 gradient += (1.0 - share) * q * (below - tl.where(q < p, 1.0, 0.0))
             tl.store(here + start + block, (gradient * weight).to(logits.dtype.element_ty), mask)
+
+
+@triton.jit
+def _largest(x, largest, count, programs, rounds, BLOCK: tl.constexpr):
+    """The largest magnitude, as the bits of a float32: those of positive numbers sort like them, and a NaN above all."""
+    block = tl.arange(0, BLOCK)
+    found = tl.zeros((BLOCK,), tl.int32)
+    for i in range(rounds):
+        at = (tl.program_id(0) + i * programs).to(tl.int64) * BLOCK + block
+        value = tl.load(x + at, at < count, other=0.0).to(tl.float32)
+        found = tl.maximum(found, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.atomic_max(largest, tl.max(found, 0))
+
+
+@triton.jit
+def _quantise(
+    x, largest, scale, values, turned, rows, columns, padded, most, smallest,
+    VALUES: tl.constexpr, TURNED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile. Rows beyond the matrix are zeros."""
+    bits = tl.load(largest)
+    top = bits.to(tl.float32, bitcast=True)
+    unit = tl.where(top < smallest, smallest, top) / most  # a NaN stays one
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(scale, unit)
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (row < padded)[:, None] & (column < columns)[None, :]
+    real = (row < rows)[:, None] & (column < columns)[None, :]
+    value = tl.load(x + row[:, None] * columns + column[None, :], real, other=0.0).to(tl.float32) / unit
+    small = tl.minimum(tl.maximum(value, -most), most)
+    if VALUES:
+        there = values + row[:, None] * columns + column[None, :]
+        tl.store(there, small.to(values.dtype.element_ty), inside)
+    if TURNED:
+        there = turned + column[:, None] * padded + row[None, :]
+        tl.store(there, tl.trans(small.to(turned.dtype.element_ty)), tl.trans(inside))

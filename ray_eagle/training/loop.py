@@ -109,12 +109,9 @@ class Trainer:
         head_VH, embedding_VH, _ = head_and_embedding(job.facts)
         self.draft_head_DH = head_VH[self.drafter.target_ids.cpu()].to(self.device, self.compute)
         self.embedding_VH = embedding_VH.to(self.device, self.compute)
-        self.weights = Weights(
-            self.drafter,
-            self.compute,
-            eight_bits=self.settings.fp8,
-            pointwise=compiled() if self.settings.compile else PLAIN,
-        )
+        compiles = self.settings.use_gpu if self.settings.compile is None else self.settings.compile
+        pointwise = compiled() if compiles else PLAIN
+        self.weights = Weights(self.drafter, self.compute, eight_bits=self.settings.fp8, pointwise=pointwise)
         self.objective = Objective(self.settings.objective, self.settings.labels)
         self.validation = HiddenStates(job.run.of("extract"), "validation").shard(rank, world)
         self.lengths = self.data.lengths()

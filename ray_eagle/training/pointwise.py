@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ray_eagle.drafter.model import rms_norm, rotate_half
+from ray_eagle.errors import WorkerError
 
 
 def wide(x: Tensor) -> Tensor:
@@ -120,6 +121,14 @@ def compile_rows(function: Callable[..., Any], backend: str = "inductor") -> Cal
                 torch._dynamo.maybe_mark_dynamic(argument, 0)
         # or heads and widths become symbols when queries, and keys with values, come in turn
         with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-            return fast(*arguments)
+            try:
+                return fast(*arguments)
+            except RuntimeError as error:
+                if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
+                    raise
+                raise WorkerError(
+                    f"train: torch.compile failed on {function.__name__!r}: {str(error).strip().splitlines()[0]}. It needs a "
+                    "C compiler on every training node; or set train.compile to false."
+                ) from error
 
     return call

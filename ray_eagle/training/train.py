@@ -15,6 +15,7 @@ from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.start import start_drafter
 from ray_eagle.errors import InputError, WorkerError
 from ray_eagle.hidden_states.reader import HiddenStates
+from ray_eagle.lock import Lock
 from ray_eagle.progress import Progress
 from ray_eagle.run import CHECKPOINTS, LOGS, Folder, RunFolder
 from ray_eagle.stage import Outcome
@@ -27,9 +28,6 @@ from ray_eagle.vocab import read_map
 
 def train(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress) -> Outcome:
     """Train (or go on from the last checkpoint), keep the best by predicted acceptance length, export it."""
-    import ray.train
-    from ray.train.torch import TorchConfig, TorchTrainer
-
     settings = config.train
     # every complaint about settings and inputs before workers start
     check_trackers(settings.trackers)
@@ -37,17 +35,40 @@ def train(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress
     drafter = start_drafter(config.drafter, facts, d2t, t2d, config.seed, reindex=not config.vocab.keep_given)
     supervised = _supervised_tokens(run)
     folder = run.folder(CHECKPOINTS)
-    folder.create()
     checkpoints = Checkpoints(folder)
+    with Lock(folder):
+        _fit(TrainJob(config, run, facts), checkpoints, progress)
+    best = checkpoints.best(progress.say)
+    if best is None:
+        raise WorkerError("train: the run ended without a checkpoint. See logs/ in the run folder.")
+    metrics = {**best.figures, "step": float(best.step)}
+    drafter.load_state_dict(checkpoints.load(best, "cpu")["drafter"])
+    export(drafter, run.of("train"))
+    run.of("train").write_json("training.json", {"best": metrics, "history": run.folder(LOGS).read_jsonl(HISTORY)})
+    progress.say(
+        f"train: best checkpoint at step {metrics['step']:.0f}, predicted acceptance length "
+        f"{metrics[SCORE]:.3f} on validation conversations; exported to {run.of('train').path}"
+    )
+    return Outcome(
+        samples=len(HiddenStates(run.of("extract"), "train")), tokens=supervised * settings.epochs, facts=metrics
+    )
+
+
+def _fit(job: TrainJob, checkpoints: Checkpoints, progress: Progress) -> None:
+    """Run the workers to the end, from the newest checkpoint."""
+    import ray.train
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    settings, folder = job.config.train, checkpoints.folder
     found = checkpoints.newest(progress.say)
     if found:
         progress.say(f"train: going on from the checkpoint of step {found.step}")
     fewest = settings.min_workers or settings.workers
     bundle = {"CPU": settings.cpus_per_worker, "GPU": float(settings.use_gpu)}
-    ensure_resources(bundle, fewest, config.ray.wait_s)
+    ensure_resources(bundle, fewest, job.config.ray.wait_s)
     trainer = TorchTrainer(
         train_loop,
-        train_loop_config={"job": TrainJob(config, run, facts)},
+        train_loop_config={"job": job},
         torch_config=TorchConfig(backend="nccl" if settings.use_gpu else "gloo"),
         scaling_config=ray.train.ScalingConfig(
             num_workers=settings.workers if fewest == settings.workers else (fewest, settings.workers),
@@ -64,25 +85,11 @@ def train(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=None),
         ),
     )
-    with _Follow(run, progress, found.step if found else 0), _interrupts_as_before():
+    with _Follow(job.run, progress, found.step if found else 0), _interrupts_as_before():
         try:
             trainer.fit()
         except ray.train.TrainingFailedError as error:
             raise WorkerError(f"train: {_cause(error)}") from error
-    best = checkpoints.best(progress.say)
-    if best is None:
-        raise WorkerError("train: the run ended without a checkpoint. See logs/ in the run folder.")
-    metrics = {**best.figures, "step": float(best.step)}
-    drafter.load_state_dict(checkpoints.load(best, "cpu")["drafter"])
-    export(drafter, run.of("train"))
-    run.of("train").write_json("training.json", {"best": metrics, "history": run.folder(LOGS).read_jsonl(HISTORY)})
-    progress.say(
-        f"train: best checkpoint at step {metrics['step']:.0f}, predicted acceptance length "
-        f"{metrics[SCORE]:.3f} on validation conversations; exported to {run.of('train').path}"
-    )
-    return Outcome(
-        samples=len(HiddenStates(run.of("extract"), "train")), tokens=supervised * settings.epochs, facts=metrics
-    )
 
 
 @contextmanager

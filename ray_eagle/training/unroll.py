@@ -125,9 +125,10 @@ class Unroll:
         """The gradient of step k's hidden input at its positions (k > 0)."""
         w, index, kept = self.weights, self.pack.steps[k], self.kept.pop()
         self.outputs.pop()
-        gated_NI, grad_N2 = w.pointwise.gate_backward(w.down.input_gradient(grad_NH), kept.gate_up_N2)
-        w.down.add_gradient(grad_NH, gated_NI)
-        del gated_NI
+        down = w.down.incoming(grad_NH)
+        gated_NI, grad_N2 = w.pointwise.gate_backward(w.down.input_gradient(down), kept.gate_up_N2)
+        w.down.add_gradient(down, gated_NI)
+        del gated_NI, down
         normed_NH = w.pointwise.norm(kept.middle_NH, w.middle_norm.value, w.eps)
         grad_normed_NH = w.gate_up.backward(grad_N2, normed_NH)
         grad_NH, grad_H = w.pointwise.norm_backward_add(
@@ -164,7 +165,7 @@ class Unroll:
         _add_rows(grad_T2, at_N, w.qkv.backward(grad_queries_NA, _rows(joined, at_N), queries))
         grad_TH = self._join_backward(grad_T2, embedded_TH, self.hidden_TH)
         _add_rows(grad_TH, at_N, grad_NH)
-        w.fc.add_gradient(grad_TH, self.pack.aux_TC)
+        w.fc.add_gradient(w.fc.incoming(grad_TH), self.pack.aux_TC)
 
     def _join_backward(self, grad_N2: Tensor, embedded_NH: Tensor, hidden_NH: Tensor) -> Tensor:
         w = self.weights

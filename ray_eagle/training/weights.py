@@ -5,7 +5,10 @@ Projections that read the same input are one matrix here: q, k and v; gate and u
 the matrix products themselves, so no partial sum is ever rounded to 16 bits.
 """
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ray_eagle.drafter.model import Drafter
@@ -15,37 +18,45 @@ from ray_eagle.training.pointwise import PLAIN, Pointwise
 ROWS = 2048
 """Weight gradients of fewer rows wait for more: a product of few rows is as slow as its sum is large."""
 
+PADDED_ROWS = 64
+"""On CPUs rows come in multiples of this."""
+
 
 class Matrix:
     """One matrix [out, in] of one or more parameters on top of each other."""
 
     def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, eight_bits: bool = False) -> None:
-        self.parameters, self.eight_bits = parameters, eight_bits
-        first = parameters[0]
-        self._shared = len(parameters) == 1 and first.dtype == dtype
-        shape = (sum(len(p) for p in parameters), first.shape[1])
-        self.value = first.detach() if self._shared else torch.empty(shape, dtype=dtype, device=first.device)
+        self.parameters, self.dtype, self.eight_bits = parameters, dtype, eight_bits
+        self.value = torch.empty(0, dtype=dtype)
+        """[out, in] in `dtype`; nothing when the products are in 8 bits."""
         self._quantised: fp8.Quantised | None = None
         self._gradient: Tensor | None = None
         self._empty = False
-        self._waiting: list[tuple[slice, Tensor, Tensor]] = []
+        self._waiting: list[tuple[slice, Gradient, Tensor]] = []
         self.refresh()
 
     def refresh(self) -> None:
         """Copy the parameters again, after they changed."""
-        if not self._shared:
-            parts = self.value.split([len(p) for p in self.parameters])
-            for part, parameter in zip(parts, self.parameters, strict=True):
-                part.copy_(parameter.detach())
+        masters = [parameter.detach() for parameter in self.parameters]
         if self.eight_bits:
-            self._quantised = fp8.quantise(self.value, fp8.FORWARD)
-            self._turned = self._quantised.transposed()
+            whole = torch.cat([master.to(self.dtype) for master in masters])
+            self._quantised = fp8.quantise(whole, fp8.FORWARD)
+        elif len(masters) == 1 and masters[0].dtype == self.dtype:
+            self.value = masters[0]
+        else:
+            if not len(self.value):
+                size = (sum(map(len, masters)), masters[0].shape[1])
+                self.value = torch.empty(size, dtype=self.dtype, device=masters[0].device)
+            for part, master in zip(self.value.split([len(master) for master in masters]), masters, strict=True):
+                part.copy_(master)
 
     def gather(self) -> None:
         """Let the parameters' `.grad` be parts of the gradient buffer, which starts at zero where there was none."""
         if self._gradient is None:
-            kind = torch.promote_types(self.value.dtype, torch.float32)
-            self._gradient = torch.empty(self.value.shape, dtype=kind, device=self.value.device)
+            first = self.parameters[0]
+            kind = torch.promote_types(self.dtype, torch.float32)
+            size = (sum(len(parameter) for parameter in self.parameters), first.shape[1])
+            self._gradient = torch.empty(size, dtype=kind, device=first.device)
         self._empty = all(parameter.grad is None for parameter in self.parameters)
         parts = self._gradient.split([len(p) for p in self.parameters])
         for part, parameter in zip(parts, self.parameters, strict=True):
@@ -59,51 +70,74 @@ class Matrix:
         """Make the gradient buffer complete."""
         assert self._gradient is not None, "gather() comes first"
         waiting, self._waiting = self._waiting, []
-        whole = [entry for entry in waiting if entry[0] == slice(None)]
-        parts = [entry for entry in waiting if entry[0] != slice(None)]
+        whole = [(gradient, x_NI) for rows, gradient, x_NI in waiting if rows == slice(None)]
         if whole:
-            _, grads, inputs = zip(*whole, strict=True)
-            self._add(self._gradient, _one(grads), _one(inputs), self._empty)
+            gradient, x_NI = whole[0]
+            if len(whole) > 1:
+                gradient = Gradient(torch.cat([gradient.value for gradient, _ in whole]))
+                x_NI = torch.cat([x_NI for _, x_NI in whole])
+            self._add(self._gradient, gradient, x_NI, self._empty)
         elif self._empty:
             self._gradient.zero_()
         self._empty = False
-        for rows, grad_NO, x_NI in parts:
-            self._add(self._gradient[rows], grad_NO, x_NI, False)
+        for rows, gradient, x_NI in waiting:
+            if rows != slice(None):
+                self._add(self._gradient[rows], gradient, x_NI, False)
 
     def product(self, x_NI: Tensor, rows: slice = slice(None), add: Tensor | None = None) -> Tensor:
         """[N, out]: x times the rows of the matrix, transposed; `add` [N, out] is added before rounding."""
         if self._quantised is not None:
-            out = fp8.product(fp8.quantise(x_NI, fp8.FORWARD), self._quantised.rows(rows), x_NI.dtype)
+            x = fp8.quantise(x_NI, fp8.FORWARD, turned=False)
+            out = fp8.product(x, self._quantised.rows(rows), x_NI.dtype)
             return out if add is None else out.add_(add)
-        weight = self.value[rows]
-        return x_NI @ weight.T if add is None else torch.addmm(add, x_NI, weight.T)
+        weight, x = self.value[rows], padded(x_NI)
+        out = x @ weight.T if add is None else torch.addmm(padded(add), x, weight.T)
+        return out[: len(x_NI)]
+
+    def incoming(self, grad_NO: Tensor) -> "Gradient":
+        """The output's gradient, quantised once for both products where there are enough rows."""
+        if self._quantised is None:
+            return Gradient(grad_NO)
+        return Gradient(grad_NO, fp8.quantise(grad_NO, fp8.BACKWARD, turned=len(grad_NO) >= ROWS))
 
     def backward(self, grad_NO: Tensor, x_NI: Tensor, rows: slice = slice(None)) -> Tensor:
         """Add the weight's gradient to the buffer, and return the input's [N, in]."""
-        self.add_gradient(grad_NO, x_NI, rows)
-        return self.input_gradient(grad_NO, rows)
+        gradient = self.incoming(grad_NO)
+        self.add_gradient(gradient, x_NI, rows)
+        return self.input_gradient(gradient, rows)
 
-    def input_gradient(self, grad_NO: Tensor, rows: slice = slice(None)) -> Tensor:
+    def input_gradient(self, gradient: "Gradient", rows: slice = slice(None)) -> Tensor:
         """[N, in]"""
-        if self._quantised is None:
-            return grad_NO @ self.value[rows]
-        columns = slice(*rows.indices(self._quantised.count)[:2])
-        return fp8.product(fp8.quantise(grad_NO, fp8.BACKWARD), self._turned.columns(columns), grad_NO.dtype)
+        if gradient.quantised is None or self._quantised is None:
+            return (padded(gradient.value) @ self.value[rows])[: len(gradient.value)]
+        weight = self._quantised.transposed().columns(slice(*rows.indices(self._quantised.count)[:2]))
+        return fp8.product(gradient.quantised, weight, gradient.value.dtype)
 
-    def add_gradient(self, grad_NO: Tensor, x_NI: Tensor, rows: slice = slice(None)) -> None:
+    def add_gradient(self, gradient: "Gradient", x_NI: Tensor, rows: slice = slice(None)) -> None:
         """Add grad^T x to the gradient buffer: now, or with others when there are few rows. Neither may change meanwhile."""
-        if not len(grad_NO):
+        if not len(x_NI):
             return
-        self._waiting.append((rows, grad_NO, x_NI))
-        if sum(len(grad) for _, grad, _ in self._waiting) >= ROWS:
+        self._waiting.append((rows, gradient, x_NI))
+        if sum(len(x_NI) for *_, x_NI in self._waiting) >= ROWS:
             self.settle()
 
-    def _add(self, sum_OI: Tensor, grad_NO: Tensor, x_NI: Tensor, empty: bool) -> None:
+    def _add(self, sum_OI: Tensor, gradient: "Gradient", x_NI: Tensor, empty: bool) -> None:
         if self._quantised is None:
-            add_product(sum_OI, grad_NO.T, x_NI, empty)
-        else:
-            grad, x = fp8.quantise(grad_NO, fp8.BACKWARD), fp8.quantise(x_NI, fp8.FORWARD)
-            fp8.add_product(sum_OI, grad.transposed(), x.transposed(), empty)
+            add_product(sum_OI, padded(gradient.value).T, padded(x_NI), empty)
+            return
+        quantised = gradient.quantised
+        if quantised is None or not quantised.turned.numel():
+            quantised = fp8.quantise(gradient.value, fp8.BACKWARD, values=False)
+        x = fp8.quantise(x_NI, fp8.FORWARD, values=False)
+        fp8.add_product(sum_OI, quantised.transposed(), x.transposed(), empty)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Of a product's output: `value` [N, out], and the same in 8 bits if it was made."""
+
+    value: Tensor
+    quantised: fp8.Quantised | None = None
 
 
 class Vector:
@@ -187,8 +221,17 @@ def add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor, empty: bool = False)
 def wide_product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     """a @ b, on GPUs not rounded to 16 bits."""
     halves = a_MK.dtype in (torch.bfloat16, torch.float16)
-    return torch.mm(a_MK, b_KN, out_dtype=torch.float32) if halves and a_MK.is_cuda else a_MK @ b_KN
+    if halves and a_MK.is_cuda:
+        return torch.mm(a_MK, b_KN, out_dtype=torch.float32)
+    return (padded(a_MK) @ b_KN)[: len(a_MK)]
 
 
-def _one(tensors: tuple[Tensor, ...]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+def padded(x_NI: Tensor) -> Tensor:
+    """With rows of zeros on CPUs in 16 bits, where products of each new number of rows first compile for milliseconds.
+
+    At most an eighth more rows (or 63), so that whatever the packs are, there are few numbers.
+    """
+    if x_NI.device.type != "cpu" or x_NI.dtype not in (torch.bfloat16, torch.float16):
+        return x_NI
+    unit = max(PADDED_ROWS, 1 << max(0, len(x_NI).bit_length() - 4))
+    return F.pad(x_NI, (0, 0, 0, -len(x_NI) % unit))

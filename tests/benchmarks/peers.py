@@ -60,13 +60,21 @@ def _stand_in() -> None:
         sys.meta_path.append(_StandIns())  # type: ignore[arg-type]
 
 
-def _llama(shape: "Shape") -> Any:
+def llama_config(**sizes: Any) -> Any:
+    """A Llama of one layer; `draft_vocab_size` is taken too."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=1,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
-        max_position_embeddings=2 * shape.length, rms_norm_eps=1e-6, tie_word_embeddings=False, pad_token_id=0,
+    drafts = sizes.pop("draft_vocab_size")
+    config = LlamaConfig(num_hidden_layers=1, tie_word_embeddings=False, pad_token_id=0, **sizes)
+    config.draft_vocab_size = drafts
+    return config
+
+
+def _llama(shape: "Shape") -> Any:
+    return llama_config(
+        vocab_size=shape.vocab, draft_vocab_size=shape.drafts, hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim, max_position_embeddings=2 * shape.length, rms_norm_eps=1e-6,
     )  # fmt: skip
 
 
@@ -111,14 +119,17 @@ def speculators_step(
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     documents, length = batch.tokens_BT.shape
-    # as its `shift_batch`: token t+1 with the states of t, teacher at t+1, one position less a document
+    mask_BT = batch.mask_BT.roll(-1, 1)
+    mask_BT[:, -1] = False
+    # as its `shift_batch`: token t+1 with the states of t, teacher at t+1; every document keeps its length, since its
+    # block mask wants a multiple of 128
     given = {
-        "hidden_states": batch.aux_BTC[:, :-1].flatten(0, 1)[None],
-        "input_ids": batch.tokens_BT[:, 1:].flatten()[None],
-        "verifier_last_hidden_states": batch.last_BTH[:, 1:].flatten(0, 1)[None],
-        "loss_mask": batch.mask_BT[:, 1:].flatten()[None],
-        "position_ids": torch.arange(1, length, device=device).repeat(documents)[None],
-        "document_ids": torch.arange(documents, device=device).repeat_interleave(length - 1)[None],
+        "hidden_states": batch.aux_BTC.flatten(0, 1)[None],
+        "input_ids": batch.tokens_BT.roll(-1, 1).flatten()[None],
+        "verifier_last_hidden_states": batch.last_BTH.roll(-1, 1).flatten(0, 1)[None],
+        "loss_mask": mask_BT.flatten()[None],
+        "position_ids": torch.arange(length, device=device).repeat(documents)[None],
+        "document_ids": torch.arange(documents, device=device).repeat_interleave(length)[None],
         "loss_config": resolve_loss_config("kl_div", "eager"),  # the fused one does not compile with torch 2.11
     }
 
@@ -137,28 +148,34 @@ def speculators_step(
     return Running(step, fixed, flops)
 
 
-def specforge_step(
-    shape: "Shape", batch: "Batch", steps: int, flops: float, attention: str = "flex_attention"
-) -> "Running":
-    """SpecForge: a row a document, bfloat16 weights with float32 masters in its optimizer, the compact teacher."""
-    from tests.benchmarks.training_step import Running
-
+def specforge_trainer(
+    config: Any, embedding_VH: Tensor, t2d_V: Tensor, steps: int, *, attention: str = "flex_attention", **optimizer: Any
+) -> tuple[Any, Any]:
+    """SpecForge's model around its drafter of random bfloat16 weights, and its optimizer with float32 masters."""
     _stand_in()
     from specforge.algorithms.eagle3.model import OnlineEagle3Model
     from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
     from specforge.optimizer import BF16Optimizer
 
-    device = batch.aux_BTC.device
-    config = _llama(shape)
-    config.draft_vocab_size = shape.drafts
-    draft = LlamaForCausalLMEagle3(config, attention_backend=attention).to(device, torch.bfloat16)
+    draft = LlamaForCausalLMEagle3(config, attention_backend=attention).to(embedding_VH.device, torch.bfloat16)
     draft.embed_tokens.weight.requires_grad_(False)
     with torch.no_grad():
-        draft.embed_tokens.weight.copy_(batch.embedding_VH)
-        draft.t2d.zero_()
-        draft.t2d[: shape.drafts] = True
-    model = OnlineEagle3Model(draft, length=steps, attention_backend=attention)
-    optimizer = BF16Optimizer(draft, lr=1e-4, max_grad_norm=1.0, total_steps=10_000)
+        draft.embed_tokens.weight.copy_(embedding_VH)
+        draft.t2d.copy_(t2d_V)
+        ids = t2d_V.nonzero()[:, 0]
+        draft.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+    return OnlineEagle3Model(draft, length=steps, attention_backend=attention), BF16Optimizer(draft, **optimizer)
+
+
+def specforge_step(shape: "Shape", batch: "Batch", steps: int, flops: float) -> "Running":
+    """SpecForge: a row a document, bfloat16 weights with float32 masters in its optimizer, the compact teacher."""
+    from tests.benchmarks.training_step import Running
+
+    t2d = torch.zeros(shape.vocab, dtype=torch.bool, device=batch.aux_BTC.device)
+    t2d[: shape.drafts] = True
+    model, optimizer = specforge_trainer(
+        _llama(shape), batch.embedding_VH, t2d, steps, lr=1e-4, max_grad_norm=1.0, total_steps=10_000
+    )
     given = {
         "input_ids": batch.tokens_BT.roll(-1, 1),
         "attention_mask": torch.ones_like(batch.tokens_BT),

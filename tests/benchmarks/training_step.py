@@ -129,7 +129,9 @@ def our_step(
     def fixed() -> list[Tensor]:
         state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
         parameters = list(drafter.parameters())
-        return [*parameters, *parameters, *state, *drafter.buffers(), draft_head, batch.embedding_VH, batch.head_VH]
+        frozen = [*drafter.buffers(), draft_head, batch.embedding_VH, batch.head_VH]
+        # the peers read the batch itself, which stays on the GPU for all: a second copy is no one's need
+        return [*parameters, *parameters, *state, *frozen, pack.aux_TC, pack.last_SH]
 
     return Running(step, fixed, count_flops(shape, pack))
 
@@ -150,10 +152,11 @@ def count_flops(shape: Shape, pack: Pack) -> float:
     return 2 * total
 
 
-def measure(name: str, make: Callable[[], Running], tokens: int, arguments: argparse.Namespace) -> str:
-    """One row of the table."""
+def measure(name: str, make: Callable[[], Running], tokens: int, kept: int, arguments: argparse.Namespace) -> str:
+    """One row of the table. `kept`: bytes of the batch, which every tool reads; what else is left from earlier rows is none's."""
     gc.collect()
     torch.cuda.empty_cache()
+    left = (torch.cuda.memory_allocated() - kept) / 2**30
     running = make()
     try:
         for _ in range(arguments.warmup):
@@ -169,12 +172,13 @@ def measure(name: str, make: Callable[[], Running], tokens: int, arguments: argp
             event.record()
         torch.cuda.synchronize()
         times = sorted(one.elapsed_time(other) / 1e3 for one, other in pairwise(events))
-        median, peak = times[len(times) // 2], torch.cuda.max_memory_allocated() / 2**30
+        median, peak = times[len(times) // 2], torch.cuda.max_memory_allocated() / 2**30 - left
         above = peak - sum(t.numel() * t.element_size() for t in running.fixed()) / 2**30
         share = running.flops / median / arguments.tflops / 1e12
         return f"| {name} | {tokens / median:,.0f} | {1e3 * median:.1f} | {1e3 * times[0]:.1f} | {peak:.2f} | {above:.2f} | {share:.0%} |"
     finally:
         del running
+        torch._dynamo.reset()  # or one tool's compilations count against the next one's limit
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -188,8 +192,10 @@ def tools(
         yield "ray_eagle, every position", lambda: our_step(shape, batch, steps, everywhere=True)
     if arguments.fp8:
         yield "ray_eagle, fp8", lambda: our_step(shape, batch, steps, fp8=True, compiles=not arguments.eager)
-    if arguments.peers:
+    if arguments.peers is not None:
         from tests.benchmarks import peers
+
+        chosen = arguments.peers or ["speculators", "specforge"]
 
         full = make_pack(
             [
@@ -199,8 +205,10 @@ def tools(
             steps,
         )  # fmt: skip
         flops = count_flops(shape, full)
-        yield "speculators 0.9.0", lambda: peers.speculators_step(shape, batch, steps, flops)
-        yield "SpecForge 0.2.0", lambda: peers.specforge_step(shape, batch, steps, flops)
+        if "speculators" in chosen:
+            yield "speculators 0.9.0", lambda: peers.speculators_step(shape, batch, steps, flops)
+        if "specforge" in chosen:
+            yield "SpecForge 0.2.0", lambda: peers.specforge_step(shape, batch, steps, flops)
 
 
 def main() -> None:
@@ -211,7 +219,7 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--everywhere", action="store_true", help="also ours without leaving out any position")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--peers", nargs="*", choices=("speculators", "specforge"), help="without a name: both")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tflops", type=float, default=989.0, help="dense bf16 of the GPU, by its datasheet")
@@ -224,11 +232,12 @@ def main() -> None:
         shape = SHAPES[name]
         for share in arguments.share:
             batch = random_batch(shape, share, device, torch.bfloat16)
+            kept = sum(t.numel() * t.element_size() for t in vars(batch).values())
             for steps in arguments.unroll:
                 for tool, make in tools(shape, share, steps, arguments, batch):
                     label = f"{name}, {steps}, {share}: {tool}"
                     try:
-                        print(measure(label, make, shape.documents * shape.length, arguments), flush=True)
+                        print(measure(label, make, shape.documents * shape.length, kept, arguments), flush=True)
                     except Exception as error:  # a peer that fails is a row too
                         print(f"| {label} | failed: {type(error).__name__}: {str(error)[:200]} |", flush=True)
                         traceback.print_exc(limit=-6, file=sys.stderr)

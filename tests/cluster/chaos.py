@@ -110,6 +110,11 @@ class Machines:
         pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
         return sorted(pid for pid in pids if name in title(pid) and parent(pid) in raylets)
 
+    def node_of(self, pid: int) -> int:
+        """Index of the node that a worker runs on."""
+        raylets = [{info.process.pid for info in node.all_processes["raylet"]} for node in self.nodes]
+        return next(i for i, pids in enumerate(raylets) if parent(pid) in pids)
+
     def replace(self, index: int) -> None:
         """SIGKILL a node's raylet and all that belongs to it, then add a fresh node."""
         self.cluster.remove_node(self.nodes[index], allow_graceful=False)

@@ -175,6 +175,22 @@ def test_eight_bits_on_the_gpu_equal_their_emulation(fast: pointwise.Pointwise) 
         assert torch.cosine_similarity(gradient.cpu().flatten(), exact[name].flatten(), dim=0) > 0.9, name
 
 
+@pytest.mark.parametrize("kind", [fp8.FORWARD, fp8.BACKWARD])
+@pytest.mark.parametrize("size", [(1, 16), (37, 256), (300, 1040), (4096, 48)])
+def test_the_quantising_kernel_equals_the_plain_one(size: tuple[int, int], kind: torch.dtype) -> None:
+    torch.manual_seed(size[0])
+    x = (torch.randn(size) * 10 ** torch.randn(size)).bfloat16()
+    values, turned, scale = fp8.plain_quantise(x, kind, True, True)
+    found = fp8.quantise(x.to(GPU), kind)
+    torch.testing.assert_close(found.scale.cpu(), scale)
+    assert torch.equal(found.values.T.view(torch.uint8), found.turned.view(torch.uint8)) and found.count == len(x)
+    assert found.values.shape == values.shape and found.turned.shape == turned.shape
+    off = (found.values.float().cpu() - values.float()).abs() / values.float().abs().clamp(min=1e-9)
+    assert (off > 0).float().mean() < 1e-3, "division may round to another neighbour, and hardly ever does"
+    x[0, 3] = float("nan")
+    assert fp8.quantise(x.to(GPU), kind).scale.isnan()
+
+
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)

@@ -18,7 +18,7 @@ import ray
 import torch
 
 from ray_eagle.config import Config
-from ray_eagle.errors import InputError
+from ray_eagle.errors import InputError, LockedError
 from ray_eagle.progress import Silent
 from ray_eagle.run import CHECKPOINTS, RunFolder
 from ray_eagle.target.loading import read_facts
@@ -79,7 +79,7 @@ def kill_worker(folder: Path, wanted: float, killed: list[int]) -> None:
 def test_three_random_kills_leave_no_trace(
     captured: Path, uninterrupted: Path, tmp_path: Path, target_folder: Path
 ) -> None:
-    """A worker, the driver, then a worker of the next driver, each at a random step."""
+    """A worker, the driver, then a worker of the next driver, each at a random step. No second driver gets in meanwhile."""
     folder = fresh(captured, tmp_path / "x")
     last = int(curve(uninterrupted)[-1]["step"])
     rng = random.Random(time.time_ns())
@@ -89,6 +89,8 @@ def test_three_random_kills_leave_no_trace(
     killed: list[int] = []
     with driver(config) as process:
         kill_worker(folder, first, killed)
+        with pytest.raises(LockedError, match=f"process {process.pid} on"):
+            pipeline(config).stage("train")
         wait_for(folder, max(second, step(folder) + 1), process)
         process.send_signal(signal.SIGKILL)
     reached = step(folder)

@@ -11,10 +11,10 @@ import pyarrow.fs as pafs
 import pytest
 import torch
 
+from ray_eagle import lock
 from ray_eagle.conversations.conversation import Conversation
-from ray_eagle.errors import DatasetError
-from ray_eagle.hidden_states import dataset
-from ray_eagle.hidden_states.dataset import LOCK, DatasetWriter, parse_record, read_plan, record_name
+from ray_eagle.errors import DatasetError, LockedError
+from ray_eagle.hidden_states.dataset import DatasetWriter, parse_record, read_plan, record_name
 from ray_eagle.hidden_states.plan import plan_packs, plan_units, tokenise
 from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample
@@ -124,49 +124,49 @@ def test_a_second_driver_is_refused_naming_the_first(tmp_path: Path) -> None:
     plan = read_plan(folder)
     with (
         DatasetWriter(folder, plan),
-        pytest.raises(DatasetError, match=rf"process {os.getpid()} on {socket.gethostname()}"),
+        pytest.raises(LockedError, match=rf"process {os.getpid()} on {socket.gethostname()}"),
         DatasetWriter(folder, plan),
     ):
         pass
-    assert not folder.exists(LOCK)
+    assert not folder.exists(lock.LOCK)
     with DatasetWriter(folder, plan) as writer:
         assert len(writer.records) == len(units)
 
 
 def test_on_an_object_store_a_folder_has_one_driver_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing there can be created only if absent: of two drivers that saw no lock, the one whose lock is overwritten stops."""
-    monkeypatch.setattr(dataset, "SETTLE_S", 0.05)
+    monkeypatch.setattr(lock, "SETTLE_S", 0.05)
     local, units, written = random_dataset(tmp_path / "local")
     store = Folder(pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem()), "store")
     plan = read_plan(local)
     with DatasetWriter(store, plan) as writer:
         for unit in units:
             writer.commit(write_shard(store, unit, [written[s.sample_id] for s in unit.samples], 8, "bfloat16"))
-        with pytest.raises(DatasetError, match=rf"process {os.getpid()} on"), DatasetWriter(store, plan):
+        with pytest.raises(LockedError, match=rf"process {os.getpid()} on"), DatasetWriter(store, plan):
             pass
-    assert verify(store) == [] and not store.exists(LOCK)
+    assert verify(store) == [] and not store.exists(lock.LOCK)
     for index in range(len(units)):
         one, other = (folder.read_bytes(folder.read_json(record_name(index))["file"]) for folder in (local, store))
         assert one == other
 
     def another_driver(seconds: float) -> None:
-        store.write_json(LOCK, {"host": "elsewhere", "pid": 1, "started": "1", "nonce": "x"})
+        store.write_json(lock.LOCK, {"host": "elsewhere", "pid": 1, "started": "1", "nonce": "x"})
 
-    monkeypatch.setattr(dataset.time, "sleep", another_driver)
-    with pytest.raises(DatasetError, match="elsewhere"), DatasetWriter(store, plan):
+    monkeypatch.setattr(lock.time, "sleep", another_driver)
+    with pytest.raises(LockedError, match="elsewhere"), DatasetWriter(store, plan):
         pass
-    assert store.read_json(LOCK)["host"] == "elsewhere"
+    assert store.read_json(lock.LOCK)["host"] == "elsewhere"
 
 
 def test_the_lock_of_a_dead_driver_is_taken_over(tmp_path: Path) -> None:
     folder, _, _ = random_dataset(tmp_path)
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    folder.write_json(LOCK, {"host": socket.gethostname(), "pid": gone.pid, "started": "1"})
+    folder.write_json(lock.LOCK, {"host": socket.gethostname(), "pid": gone.pid, "started": "1"})
     with DatasetWriter(folder, read_plan(folder)) as writer:
         assert writer.records
-    folder.write_json(LOCK, {"host": "elsewhere", "pid": gone.pid, "started": "1"})
-    with pytest.raises(DatasetError, match=r"elsewhere.*delete .*lock\.json"), DatasetWriter(folder, read_plan(folder)):
+    folder.write_json(lock.LOCK, {"host": "elsewhere", "pid": gone.pid, "started": "1"})
+    with pytest.raises(LockedError, match=r"elsewhere.*delete .*lock\.json"), DatasetWriter(folder, read_plan(folder)):
         pass
 
 
@@ -176,18 +176,18 @@ def test_of_two_that_take_over_a_dead_lock_one_gets_it(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     plan = read_plan(folder)
-    folder.write_json(LOCK, {"host": socket.gethostname(), "pid": gone.pid, "started": "1"})
-    dead = dataset.refuse_if_locked(folder)
+    folder.write_json(lock.LOCK, {"host": socket.gethostname(), "pid": gone.pid, "started": "1"})
+    dead = lock.refuse_if_locked(folder)
     assert dead
     with DatasetWriter(folder, plan) as writer:
         slower = DatasetWriter(folder, plan)
-        slower._take_away(dead)
-        assert writer._held()
-        with pytest.raises(DatasetError, match=f"process {os.getpid()}"):
+        slower.lock._take_away(dead)
+        assert writer.lock.held()
+        with pytest.raises(LockedError, match=f"process {os.getpid()}"):
             slower.__enter__()
-        assert writer._held() and folder.exists(LOCK)
-        folder.write_json(LOCK, {"host": "elsewhere"})
-    assert folder.read_json(LOCK) == {"host": "elsewhere"}  # a lock that is another's stays
+        assert writer.lock.held() and folder.exists(lock.LOCK)
+        folder.write_json(lock.LOCK, {"host": "elsewhere"})
+    assert folder.read_json(lock.LOCK) == {"host": "elsewhere"}  # a lock that is another's stays
 
 
 def test_a_unit_with_other_samples_than_planned_is_not_committed(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_folder_with_another_plan_is_refused(tmp_path: Path) -> None:
         DatasetWriter(folder, make_plan(units[:2], hidden=8, vocab=50)),
     ):
         pass
-    assert not folder.exists(LOCK)
+    assert not folder.exists(lock.LOCK)
 
 
 def test_a_missing_unit_is_named(tmp_path: Path) -> None:
