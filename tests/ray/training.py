@@ -33,7 +33,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def curve(folder: Path) -> list[dict[str, float]]:
     """Rows of the log but for what the clock decides; none before the first."""
     logs = RunFolder.open(str(folder / "run")).folder(LOGS)
-    rows = logs.read_jsonl(HISTORY) if logs.exists(HISTORY) else []
+    return without_clock(logs.read_jsonl(HISTORY)) if logs.exists(HISTORY) else []
+
+
+def without_clock(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if k not in ("tokens_per_second", "mfu")} for row in rows]
 
 
