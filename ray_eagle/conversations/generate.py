@@ -4,7 +4,7 @@ A batch is the unit of resume: its conversations are one atomic file, written by
 the prompts and settings alone, so a killed run goes on where it was and ends with the same conversations.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,8 @@ from ray_eagle.pool import ActorPool, Member, this_node
 from ray_eagle.progress import Progress, Rate
 from ray_eagle.run import Folder, RunFolder
 from ray_eagle.stage import Outcome
-from ray_eagle.target.generation import eos_ids, generate_batch
+from ray_eagle.target.attention import group_queries
+from ray_eagle.target.generation import Decoder, Request, eos_ids
 from ray_eagle.target.loading import TargetFacts, load_model, load_tokenizer
 
 CUT_SHORT = 1000
@@ -51,10 +52,15 @@ class Generator:
         self.seed = seed
         self.tokenizer = load_tokenizer(facts, target)
         self.model = load_model(facts, target, torch.device("cuda" if settings.gpus else "cpu"))
+        group_queries(self.model)
         self.eos = eos_ids(self.model, self.tokenizer)
         # a repetition penalty of the model's own would make another text than the teacher's and the server's
         self.model.generation_config = GenerationConfig()
         self.context = facts.max_position_embeddings
+        self.decoder = Decoder(
+            self.model, eos=self.eos, slots=settings.batch_size, max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature, top_p=settings.top_p,
+        )  # fmt: skip
 
     def ready(self) -> str:
         return this_node()
@@ -65,38 +71,28 @@ class Generator:
         A batch cannot be taken apart, so nothing is ever left out (`without` is the pool's).
         """
         chats = [_Chat(p, render_prompt(self.tokenizer, p.turns[0], p.system)) for p in batch.prompts]
-        for turn in range(max(len(prompt.turns) for prompt in batch.prompts)):
-            active = [chat for chat in chats if turn < len(chat.prompt.turns)]
-            if turn:
-                active = [chat for chat in active if self._continue(chat, turn)]
-                if not active:
-                    continue
-            answers = generate_batch(
-                self.model,
-                [chat.ids for chat in active],
-                eos=self.eos,
-                pad=self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.eos[0],
-                max_new_tokens=self.settings.max_new_tokens,
-                temperature=self.settings.temperature,
-                top_p=self.settings.top_p,
-                seed=self.seed * 1_000_003 + batch.index * 101 + turn,
-            )
-            for chat, answer in zip(active, answers, strict=True):
-                start = len(chat.ids)
-                chat.ids += answer.ids
-                chat.supervised.append([start, len(chat.ids)])
-                chat.finish_reasons.append(answer.finish_reason)
-                written = answer.ids[:-1] if answer.finish_reason == "stop" else answer.ids
-                chat.messages += [
-                    {"role": "user", "content": chat.prompt.turns[turn]},
-                    {"role": "assistant", "content": self.tokenizer.decode(written)},
-                ]
+        waiting = deque(self._request(chat) for chat in chats)
+        for request, answer in self.decoder.run(waiting):
+            chat = request.owner
+            turn = len(chat.finish_reasons)
+            start = len(chat.ids)
+            chat.ids += answer.ids
+            chat.supervised.append([start, len(chat.ids)])
+            chat.finish_reasons.append(answer.finish_reason)
+            written = answer.ids[:-1] if answer.finish_reason == "stop" else answer.ids
+            chat.messages += [
+                {"role": "user", "content": chat.prompt.turns[turn]},
+                {"role": "assistant", "content": self.tokenizer.decode(written)},
+            ]
+            if turn + 1 < len(chat.prompt.turns) and self._continue(chat, turn + 1):
+                waiting.append(self._request(chat))
         return [chat.conversation(self.settings.turns == "last").to_row() for chat in chats]
+
+    def _request(self, chat: "_Chat") -> Request:
+        return Request(list(chat.ids), chat, f"{self.seed} {chat.prompt.id} {len(chat.finish_reasons)}")
 
     def _continue(self, chat: "_Chat", turn: int) -> bool:
         """Append the next user message; or end the conversation before it, with the reason, keeping what there is."""
-        if chat.note:
-            return False
         try:
             ended = self.tokenizer.decode(chat.ids[-1:]) if chat.finish_reasons[-1] == "stop" else ""
             ids = render_next_turn(self.tokenizer, chat.messages, chat.prompt.turns[turn], end_of_turn=ended)
@@ -238,7 +234,7 @@ def plan_batches(
         for p in prompts
         if lengths[p.id] > longest
     ]
-    size = settings.batch_size
+    size = settings.part_size or 4 * settings.batch_size
     return [Batch(i // size, tuple(kept[i : i + size])) for i in range(0, len(kept), size)], rejected
 
 

@@ -68,22 +68,15 @@ class Child:
         self._forget_old_logs(folder)
         self.log.write_text(f"$ {' '.join(command)}\n")
         self.pid = 0
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-E",
-                "-s",
-                "-S",
-                str(Path(supervisor.__file__).absolute()),
-                str(self._record),
-                str(self.log),
-                *command,
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("ab"),
-            env={**environment, supervisor.MARK: self.mark, supervisor.KEEP_ENVIRONMENT: "1"},
-        )
+        words = [sys.executable, "-E", "-s", "-S", str(Path(supervisor.__file__).absolute())]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*words, str(self._record), str(self.log), *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**environment, supervisor.MARK: self.mark, supervisor.KEEP_ENVIRONMENT: "1"},
+            )
         assert self._process.stdout is not None
         word, _, pid = self._process.stdout.readline().decode().strip().partition(" ")
         if word != "started":

@@ -6,7 +6,6 @@ target's own argmax is kept, and the target's token after it (the bonus) comes f
 greedy decoding. A cycle is whole (take in, draft, verify), so cycle times compare with plain decode steps.
 """
 
-import inspect
 import os
 import statistics
 import time
@@ -29,6 +28,7 @@ from ray_eagle.errors import ConfigError, TargetError, explain
 from ray_eagle.serving.chain import DrafterChain, Drafting
 from ray_eagle.serving.engine import EngineFacts, Speculation, Work, check_prompt, need_one_drafter
 from ray_eagle.serving.generation import Generation, VerifyPass
+from ray_eagle.target.cache import cache_argument
 from ray_eagle.target.generation import eos_ids
 from ray_eagle.target.loading import TargetFacts, load_model, load_tokenizer, read_facts
 
@@ -47,9 +47,7 @@ class ReferenceEngine:
         self.max_positions: int = model.config.get_text_config().max_position_embeddings
         self._embedding = model.get_input_embeddings()
         self._device = self._embedding.weight.device
-        # transformers is renaming the argument, one model after another
-        names = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in names else "past_key_values"
+        self._cache_argument = cache_argument(model)
         self._speculation: Speculation | None = None
         self._captured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []

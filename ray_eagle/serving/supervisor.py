@@ -101,6 +101,8 @@ def end_stale(folder: Path) -> list[str]:
     for path in sorted(folder.glob("*.json")):
         try:
             record = json.loads(path.read_text())
+            if record["processes"] != _namespace():
+                continue  # of a container that shares this folder, but not its processes
             mark, replica = record["mark"], record["replica"]
             session, started = record["server"], record["server_started"]
             owner_lives = start_ticks(replica) == record["replica_started"]
@@ -117,6 +119,11 @@ def end_stale(folder: Path) -> list[str]:
             ended.append(mark)
         path.unlink(missing_ok=True)
     return ended
+
+
+def _namespace() -> str:
+    """Which set of process numbers these are."""
+    return str(Path("/proc/self/ns/pid").readlink())
 
 
 def _pids() -> list[int]:
@@ -189,6 +196,7 @@ def supervise(mark: str, record: Path, log: Path, command: list[str]) -> int:
         )
     written = {
         "mark": mark,
+        "processes": _namespace(),
         "replica": replica,
         "replica_started": start_ticks(replica),
         "supervisor": me,
