@@ -14,10 +14,12 @@ from ray_eagle.config import TargetConfig
 from ray_eagle.errors import TargetError, explain
 from ray_eagle.target.layers import check_aux_layers
 from ray_eagle.target.sizes import read_text_config, text_rope
-from ray_eagle.target.tensors import open_tensors, tensor_files
+from ray_eagle.target.tensors import LAYER, OTHER_TOWERS, layer_of, open_tensors, tensor_files
 
 WEIGHT_SAMPLES = 256
 WEIGHT_SAMPLE_BYTES = 1024
+UNPACKED = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of tensors that are not quantised."""
 
 
 @dataclass(frozen=True)
@@ -181,9 +183,14 @@ def load_tokenizer(facts: TargetFacts, config: TargetConfig) -> Any:
 
 
 def head_and_embedding(facts: TargetFacts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The target's lm_head [V, H], embedding [V, H] and final norm weight [H], read alone from its safetensors."""
-    embedding = read_target_tensor(facts.path, "embed_tokens.weight")
-    norm = read_target_tensor(facts.path, "model.norm.weight")
+    """The target's lm_head [V, H], embedding [V, H] and final norm weight [H], read alone from its safetensors.
+
+    The head is the embedding only where nothing says that the two differ. Raises TargetError when one is missing,
+    quantised, or of another shape than config.json says.
+    """
+    vocab, hidden = facts.vocab_size, facts.hidden_size
+    embedding = _target_tensor(facts, "embed_tokens.weight", (vocab, hidden))
+    norm = _target_tensor(facts, "model.norm.weight", (hidden,))
     if embedding is None or norm is None:
         raise TargetError(
             explain(
@@ -194,17 +201,49 @@ def head_and_embedding(facts: TargetFacts) -> tuple[torch.Tensor, torch.Tensor, 
                 fix="Use a folder with safetensors.",
             )
         )
-    head = read_target_tensor(facts.path, "lm_head.weight")
+    head = _target_tensor(facts, "lm_head.weight", (vocab, hidden))
+    if head is None and read_text_config(facts.path).get("tie_word_embeddings") is False:
+        raise TargetError(
+            explain(
+                "target weights",
+                where=facts.path,
+                expected="lm_head.weight (tie_word_embeddings is false)",
+                found="no such tensor",
+                fix="Copy the folder again: the embedding is another matrix.",
+            )
+        )
     return (embedding if head is None else head), embedding, norm
 
 
+def _target_tensor(facts: TargetFacts, suffix: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+    found = read_target_tensor(facts.path, suffix)
+    if found is not None and (tuple(found.shape) != shape or found.dtype not in UNPACKED):
+        raise TargetError(
+            explain(
+                "target weights",
+                where=f"{facts.path}, {suffix}",
+                expected=f"{list(shape)} by config.json, in floating point",
+                found=f"{list(found.shape)} in {str(found.dtype).removeprefix('torch.')}",
+                fix="Take config.json and weights from one download; a quantised head cannot teach.",
+            )
+        )
+    return found
+
+
 def read_target_tensor(path: Path, suffix: str) -> torch.Tensor | None:
-    """The tensor whose name ends with `suffix`, read alone from the target's safetensors; None when there is none."""
+    """The language model's tensor whose name ends with `suffix`, read alone from the target's safetensors, or None.
+
+    Through any prefix (`language_model.model.`); towers for other senses, and copies in extra layers (multi-token
+    prediction), are passed over.
+    """
     files = tensor_files(path)
     matches = [name for name in files if name == suffix or name.endswith("." + suffix)]
-    if not matches:
+    own = [name for name in matches if not OTHER_TOWERS.search(name)]
+    if not LAYER.match(suffix):
+        own = [name for name in own if layer_of(name) is None]
+    if not own:
         return None
-    name = min(matches, key=len)
+    name = min(own, key=len)
     return open_tensors(files, [name])[name][...]
 
 
