@@ -18,7 +18,7 @@ from ray_eagle.drafter.engines import Engine
 from ray_eagle.drafter.files import FLOAT_DTYPES, SAFETENSORS_DTYPES, WEIGHTS, read_config, read_stored
 from ray_eagle.drafter.names import EMBEDDING, LAYER_0, MIDLAYER, Naming
 from ray_eagle.drafter.speculators import LAYERS, NESTED, speculators_config
-from ray_eagle.drafter.variant import MARK, Format, Outputs, Variant, read_variant
+from ray_eagle.drafter.variant import MARK, Format, Outputs, Variant, read_variant, target_faults
 from ray_eagle.errors import ConfigError, InputError, TargetError
 from ray_eagle.target.sizes import TargetSizes
 from ray_eagle.target.tensors import tensor_files
@@ -63,7 +63,7 @@ def convert(
     engine: translate the layer ids for it (SGLang's depend on the target). outputs: the layer ids, as outputs of layers,
     where the config says none or wrong ones. Memory: one chunk of 16 MiB, and the vocabulary map.
 
-    Raises CheckpointError for a source that is damaged, InputError where it cannot be said in that format or the
+    Raises CheckpointError for a source that is damaged or made for another target, InputError where it cannot be said in that format or the
     destination is not empty, ConfigError for options that contradict each other.
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
@@ -75,6 +75,8 @@ def convert(
     variant = read_variant(source, target.layers if target else None, outputs)
     contents = read_contents(source, variant)
     for problem in tensor_faults(variant, contents):
+        raise problem
+    for problem in target_faults(variant, target, source / "config.json") if target else ():
         raise problem
     maps, notes = _maps(variant, contents, to)
     config = read_config(source)

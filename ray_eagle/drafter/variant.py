@@ -13,7 +13,7 @@ from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.drafter.speculators import LAYERS, is_speculators, speculators_shape
 from ray_eagle.errors import CheckpointError
 from ray_eagle.target.layers import default_aux_layers
-from ray_eagle.target.sizes import text_rope
+from ray_eagle.target.sizes import TargetSizes, text_rope
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
@@ -140,6 +140,14 @@ def fit_faults(
             found=list(shape.aux_layers),
             fix="Name a drafter made for this target.",
         )
+
+
+def target_faults(variant: Variant, target: TargetSizes, where: object) -> Iterator[CheckpointError]:
+    """As `fit_faults`, by the width of the states that it reads: it may be narrower than its target."""
+    read = variant.shape.model_copy(update={"hidden_size": variant.target_hidden_size})
+    yield from fit_faults(
+        read, hidden_size=target.hidden_size, vocab_size=target.vocab_size, layers=target.layers, where=where
+    )
 
 
 def _variant(config: dict[str, Any], shape: DrafterShape, speculators: bool) -> Variant:

@@ -12,7 +12,7 @@ from ray_eagle.drafter.engines import Engine
 from ray_eagle.drafter.files import FLOAT_DTYPES, read_config
 from ray_eagle.drafter.names import EMBEDDING, MODEL
 from ray_eagle.drafter.speculators import NESTED
-from ray_eagle.drafter.variant import Variant, fit_faults, read_variant
+from ray_eagle.drafter.variant import Variant, read_variant, target_faults
 from ray_eagle.errors import CheckpointError, EagleError
 from ray_eagle.preflight.estimate import human_bytes
 from ray_eagle.preflight.report import Finding, Level
@@ -32,15 +32,7 @@ def check_folder(folder: Path, target: TargetSizes | None, engine: Engine | None
     findings = [_told(error) for error in tensor_faults(variant, contents)]
     findings += [_told(error) for error in _map(variant, contents)] if not findings else []
     if target:
-        fits = fit_faults(
-            variant.shape,
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            layers=target.layers,
-            where=folder / "config.json",
-        )
-        wide = variant.target_hidden_size == target.hidden_size
-        findings += [_told(error) for error in fits if not (wide and "hidden_size" in str(error))]
+        findings += [_told(error) for error in target_faults(variant, target, folder / "config.json")]
     whole = not findings
     layer = _layer_config(config)
     findings += _config(folder, variant, layer)

@@ -178,6 +178,16 @@ FAULTS: dict[str, Fault] = {
     ),
     # the target
     "another hidden size": (lambda f: None, {"hidden_size": 64}, None, "error", "hidden_size: |expected 64 (the target's)"),
+    "states of another width": (
+        lambda f: [
+            d(f)
+            for d in (
+                edit(target_hidden_size=64),
+                retensor(lambda t: t.update({"fc.weight": torch.zeros(32, 192)})),
+            )
+        ],
+        {}, None, "error", "hidden_size: |expected 32 (the target's), found 64",
+    ),
     "another vocabulary": (lambda f: None, {"vocab_size": 320}, None, "error", "vocab_size: |expected 320 (the target's)"),
     "a short context": (
         edit(max_position_embeddings=256), {}, None, "warning", "max_position_embeddings is 256, the target's 512",
@@ -244,6 +254,11 @@ GOOD: dict[str, tuple[Any, Any, str | None]] = {
         lambda f: tiny_folder(
             f, edit(fc_norm=True), retensor(lambda t: t.update({f"fc_norm.{i}.weight": torch.ones(32) for i in range(3)}))
         ), {}, NEW,
+    ),
+    "narrower than its target": (
+        lambda f: tiny_folder(
+            f, edit(target_hidden_size=64), retensor(lambda t: t.update({"fc.weight": torch.zeros(32, 192)}))
+        ), {"hidden_size": 64}, NEW,
     ),
     "two files and an index": (lambda f: tiny_folder(f, split), {}, None),
     "ids that DeepSeek's SGLang reads as outputs": (tiny_folder, DEEPSEEK, None),
