@@ -11,6 +11,7 @@ from typing import Any
 from ray_eagle.drafter.files import fault
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.target.layers import default_aux_layers
+from ray_eagle.target.sizes import text_rope
 
 MODEL_TYPE = "speculators_model_type"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -20,6 +21,17 @@ VERSION = "0.9.0"
 """Of the library whose files were read for this; written into configs that are made here."""
 PLAIN: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu"}
 """Keys of the nested config that may have one value: the layer that `Drafter` computes."""
+LLAMA_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+}
+"""Of transformers' LlamaConfig, which takes seconds to import."""
 UNUSED = frozenset({"verifier_norm.weight", "verifier_lm_head.weight"})
 """Copies of the target's tensors: the target is there itself."""
 
@@ -38,31 +50,25 @@ def speculators_shape(
     outputs: layer ids, as outputs of layers, that count whatever the config says.
     Raises KeyError, TypeError, ValueError or pydantic's ValidationError where it is damaged.
     """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import LlamaConfig
-
     _refuse("speculator", path, MODEL_TYPE, "eagle3", config.get(MODEL_TYPE))
     nested = dict(config[NESTED])
     _refuse("drafter layer", path, f"{NESTED}.model_type", PLAIN["model_type"], nested.get("model_type"))
-    try:
-        layer = LlamaConfig(**nested)
-    except StrictDataclassError as error:
-        raise ValueError(f"{NESTED}: {' '.join(str(error).split())}") from None
+    layer = LLAMA_DEFAULTS | nested
     for key, wanted in PLAIN.items():
-        _refuse("drafter layer", path, f"{NESTED}.{key}", wanted, getattr(layer, key))
-    rope = {key: value for key, value in dict(layer.rope_parameters).items() if value is not None and key != "type"}
+        _refuse("drafter layer", path, f"{NESTED}.{key}", wanted, layer[key])
+    heads = layer["num_attention_heads"]
     return DrafterShape(
-        hidden_size=layer.hidden_size,
-        intermediate_size=layer.intermediate_size,
-        num_attention_heads=layer.num_attention_heads,
-        num_key_value_heads=layer.num_key_value_heads,
-        head_dim=layer.head_dim,
-        vocab_size=layer.vocab_size,
+        hidden_size=layer["hidden_size"],
+        intermediate_size=layer["intermediate_size"],
+        num_attention_heads=heads,
+        num_key_value_heads=layer.get("num_key_value_heads") or heads,
+        head_dim=layer.get("head_dim") or layer["hidden_size"] // heads,
+        vocab_size=layer["vocab_size"],
         draft_vocab_size=config["draft_vocab_size"],
         aux_layers=outputs or _outputs(config, path, layers),
-        rms_norm_eps=layer.rms_norm_eps,
-        rope_parameters=rope,
-        max_position_embeddings=layer.max_position_embeddings,
+        rms_norm_eps=layer["rms_norm_eps"],
+        rope_parameters={key: value for key, value in text_rope(layer).items() if value is not None},
+        max_position_embeddings=layer["max_position_embeddings"],
     )
 
 

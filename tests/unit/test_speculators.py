@@ -15,9 +15,11 @@ from ray_eagle.config import DrafterConfig, TargetConfig
 from ray_eagle.drafter.checkpoint import check_drafter, load_drafter, read_shape, save_drafter
 from ray_eagle.drafter.files import WEIGHTS
 from ray_eagle.drafter.model import Drafter
+from ray_eagle.drafter.speculators import LLAMA_DEFAULTS
 from ray_eagle.drafter.start import start_drafter
 from ray_eagle.errors import CheckpointError
 from ray_eagle.target.loading import read_facts
+from ray_eagle.target.sizes import text_rope
 from tests.tiny import VOCAB, tiny_drafter, tiny_shape
 
 LLAMA3 = {
@@ -107,6 +109,11 @@ def test_what_equals_the_defaults_of_llama_is_not_written_and_yet_read(tmp_path:
     folder = write_speculators(tiny_drafter(shape), tmp_path / "x")
     edit(lambda c: [c["transformer_layer_config"].pop(k) for k in ("max_position_embeddings", "rms_norm_eps")])(folder)
     assert read_shape(folder) == shape
+
+
+def test_the_defaults_are_those_of_llama() -> None:
+    assert {key: getattr(LlamaConfig(), key) for key in LLAMA_DEFAULTS} == LLAMA_DEFAULTS
+    assert LlamaConfig().rope_parameters == text_rope({})
 
 
 def test_without_maps_each_draft_token_is_the_targets(tmp_path: Path) -> None:
