@@ -35,6 +35,7 @@ MACHINE_ONLY = frozenset(
     {"actors", "cpus", "gpus", "workers", "cpus_per_worker", "report_every", "max_failures", "keep_checkpoints"}
     | {"min_workers", "trackers", "peak_tflops"}
     | {"host", "port", "token", "start_s", "hang_s", "python", "env", "url", "stages", "split", "share"}
+    | {"urls", "api_key_env", "in_flight", "tries", "timeout_s", "server_wait_s"}
 )
 """Settings that decide where and how fast, not what: changing them redoes nothing."""
 
@@ -107,7 +108,7 @@ class Pipeline:
             return None
         self.run.of(name).create()
         self.run.write_origin(wanted)
-        if KINDS[name].on_cluster and not self._arithmetic_only(name):
+        if KINDS[name].on_cluster and not self._arithmetic_only(name) and not self._answered_by_servers(name):
             connect(self.config.ray)
         began = time.monotonic()
         outcome = self._call(name)
@@ -180,6 +181,9 @@ class Pipeline:
 
     def _arithmetic_only(self, name: str) -> bool:
         return name == "breakeven" and self.config.breakeven.baseline_tps is not None
+
+    def _answered_by_servers(self, name: str) -> bool:
+        return name == "generate" and self.config.generate.backend != "embedded"
 
     def _origin(self, name: str) -> Origin:
         """What the stage would be made from now. Raises OriginError when an input is not there."""

@@ -29,6 +29,8 @@ class Prompt:
     split: Split = "train"
     system: str = ""
     """The system message before the first; empty for none."""
+    row: int = 0
+    """Number of its row in the file, from 1; 0 when not known."""
 
 
 def load_prompts(config: GenerateConfig) -> list[Prompt]:
@@ -53,7 +55,7 @@ def load_rows(config: GenerateConfig) -> tuple[list[Prompt], list[dict[str, Any]
                 name = row.id
                 if name in first:
                     raise RowError(f"same id as row {first[name]}")
-                prompts.append(_prompt_of(row, regenerate=config.answers == "regenerate"))
+                prompts.append(_prompt_of(row, number, regenerate=config.answers == "regenerate"))
                 first[name] = number
             except RowError as error:
                 rejected.append({"row": number, "source_id": name, "reason": str(error)})
@@ -87,7 +89,7 @@ def refuse_all(source: str, rejected: list[dict[str, Any]]) -> NoReturn:
     )
 
 
-def _prompt_of(row: Row, *, regenerate: bool) -> Prompt:
+def _prompt_of(row: Row, number: int, *, regenerate: bool) -> Prompt:
     """What the user says, for the target to answer. Raises RowError for a row whose answers hang on tools."""
     users = tuple(m["content"] for m in row.messages if m["role"] == "user")
     system = "\n\n".join(m["content"] for m in row.messages if m["role"] in ("system", "developer"))
@@ -95,7 +97,7 @@ def _prompt_of(row: Row, *, regenerate: bool) -> Prompt:
         raise RowError("it uses tools, whose results cannot be made again. Set generate.answers to keep")
     if regenerate and not all(text.strip() for text in users):
         raise RowError("a message of the user is empty")
-    return Prompt(row.id, row.category, users, system=system)
+    return Prompt(row.id, row.category, users, system=system, row=number)
 
 
 def prompts_hash(config: GenerateConfig) -> str:
