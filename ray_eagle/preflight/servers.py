@@ -11,7 +11,7 @@ from ray_eagle.conversations.backends.dialects import OpenAI, RayEagle, Sampling
 from ray_eagle.conversations.backends.fleet import Fault, reason_of
 from ray_eagle.conversations.remote import api_key
 from ray_eagle.errors import ServingError
-from ray_eagle.preflight.report import Finding
+from ray_eagle.preflight.report import Finding, Level
 from ray_eagle.target.loading import TargetFacts
 
 LOOK_S = 5.0
@@ -39,7 +39,7 @@ def check_servers(settings: GenerateConfig, facts: TargetFacts) -> list[Finding]
                 silent.append(f"{url}{dialect.look}: {type(error).__name__ if not str(error) else error}")
             except ServingError as error:
                 findings.append(Finding(level="error", check="servers", message=str(error)))
-    level = "warning" if findings else "error"
+    level: Level = "warning" if findings else "error"
     fix = "Start it, or correct generate.urls, generate.backend or generate.api_key_env."
     return findings + [Finding(level=level, check="servers", message=f"{message}.", fix=fix) for message in silent]
 
