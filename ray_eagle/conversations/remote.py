@@ -34,6 +34,8 @@ from ray_eagle.run import Folder
 from ray_eagle.target.loading import TargetFacts
 
 NOTE_EVERY_S = 1.0
+UNWRITTEN = 2
+"""Batches that are answered but not committed, above which nothing more is asked: a kill would lose them."""
 
 
 def answer_batches(
@@ -112,6 +114,8 @@ class _Answering:
 
     async def _all(self, waiting: list[Batch]) -> None:
         room = asyncio.Semaphore(self.fleet.capacity)
+        self.unwritten, self.caught_up = 0, asyncio.Event()
+        self.caught_up.set()
 
         async def one(prompt: Prompt) -> Any:
             try:
@@ -123,14 +127,21 @@ class _Answering:
             for batch in waiting:
                 talks = []
                 for prompt in batch.prompts:
+                    await self.caught_up.wait()
                     await room.acquire()
                     talks.append(group.create_task(one(prompt)))
                 group.create_task(self._commit(batch, talks))
 
     async def _commit(self, batch: Batch, talks: list[asyncio.Task[Any]]) -> None:
         over = await asyncio.gather(*talks)
+        self._count_unwritten(1)
         await asyncio.get_running_loop().run_in_executor(self.writer, self._write, batch, over)
+        self._count_unwritten(-1)
         self.progress.advance(len(batch.prompts), self._note())
+
+    def _count_unwritten(self, more: int) -> None:
+        self.unwritten += more
+        (self.caught_up.clear if self.unwritten > UNWRITTEN else self.caught_up.set)()
 
     def _write(self, batch: Batch, over: list[Any]) -> None:
         made = [self.made(talk) for talk in over]
