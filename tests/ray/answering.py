@@ -1,6 +1,6 @@
 """Thousands of prompts against servers that fail, stall, cut JSON short and die, and a driver that is killed again and again.
 
-    python -m tests.ray.answering --prompts 10000 --kills 3
+python -m tests.ray.answering --prompts 10000 --kills 3
 """
 
 import argparse
@@ -197,9 +197,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        figures = trial(
-            Path(folder), tiny_target(Path(folder) / "target"), args.prompts, args.kills, seed=args.seed
-        )
+        figures = trial(Path(folder), tiny_target(Path(folder) / "target"), args.prompts, args.kills, seed=args.seed)
     sys.stdout.write(json.dumps(figures, indent=1) + "\n")
 
 

@@ -179,7 +179,7 @@ class Fleet(Generic[Question, Answer]):
             finally:
                 server.running -= 1
                 async with self._changed:
-                    self._changed.notify()
+                    (self._changed.notify_all if self._fatal else self._changed.notify)()
             await asyncio.sleep(pause * self._random.uniform(0.5, 1.5))
 
     # --- one request -----------------------------------------------------------------------------------------------------
@@ -251,7 +251,9 @@ class Fleet(Generic[Question, Answer]):
         return RowError(f"no answer in {tries} tries, at last: {server.url}: {server.last}")
 
     def _end(self, what: str) -> ServingError:
-        """Nothing more is asked; the error names each server with its last failure."""
+        """Nothing more is asked; the error names each server with its last failure. The first reason stays."""
+        if self._fatal:
+            return self._fatal
         servers = "; ".join(f"{s.url}: {s.last}" for s in self.servers)
         self._fatal = ServingError(
             f"generate: {what}. {servers}. Check the servers and generate.urls, then run it again: what was committed is kept."
