@@ -2,7 +2,8 @@
 
     python tests/answers.py --port 8000 --fail 0.05 --stall 0.01 --cut 0.02
 
-What it answers depends on the question alone: `said(messages)`, and `written(ids, stop)`. Half of the answers have reasoning, apart.
+What it answers depends on the question alone: `said(messages)`, and `written(ids, stop)`. Half of the answers have reasoning, apart. What
+contains "refuse me" is refused.
 """
 
 import argparse
@@ -27,7 +28,7 @@ def said(messages: list[dict[str, Any]]) -> dict[str, Any]:
 def written(ids: list[int], stop: int) -> list[int]:
     """Letters alone, never as a tokenizer would merge them, and the end-of-turn token."""
     generator = random.Random(json.dumps(ids))
-    return [generator.randrange(64, 90) for _ in range(generator.randrange(1, 12))] + [stop]
+    return [generator.randrange(64, 90) for _ in range(generator.randrange(6, 24))] + [stop]
 
 
 def reply(path: str, body: Any) -> Any:
@@ -66,6 +67,9 @@ class Answers:
     async def answer(self, method: str, path: str, body: Any, writer: asyncio.StreamWriter) -> None:
         if path == "/counts":
             self.send(writer, 200, json.dumps(self.counts).encode())
+            return
+        if "refuse me" in json.dumps(body):
+            self.send(writer, 400, b'{"object": "error", "message": "I do not like it", "code": 400}')
             return
         found = reply(path, body)
         if found is None:
