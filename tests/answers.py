@@ -37,7 +37,8 @@ def reply(path: str, body: Any) -> Any:
     if path == "/get_model_info":
         return {"model_path": "/models/tiny", "is_generation": True}
     if path == "/v1/chat/completions":
-        usage = {"completion_tokens": 20}
+        asked = 1 + sum(len(m["content"].encode()) + 3 for m in body["messages"])  # by `tests.tiny`'s template
+        usage = {"completion_tokens": 20, "prompt_tokens": asked}
         return {"choices": [{"index": 0, "message": said(body["messages"]), "finish_reason": "stop"}], "usage": usage}
     if path == "/generate":
         stop = body["sampling_params"]["stop_token_ids"][0]

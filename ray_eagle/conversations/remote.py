@@ -34,6 +34,7 @@ from ray_eagle.run import Folder
 from ray_eagle.target.loading import TargetFacts
 
 NOTE_EVERY_S = 1.0
+HARMLESS = "Say yes."
 UNWRITTEN = 2
 """Batches that are answered but not committed, above which nothing more is asked: a kill would lose them."""
 
@@ -85,11 +86,16 @@ class _Answering:
             self.dialect(),
             list(settings.urls),
             Limits(settings.in_flight, settings.tries, settings.timeout_s, settings.server_wait_s),
+            control=self.control(),
             key=api_key(settings),
             say=progress.say,
         )
 
     def dialect(self) -> Any:
+        raise NotImplementedError
+
+    def control(self) -> Any:
+        """A question that every server can answer."""
         raise NotImplementedError
 
     async def talk(self, prompt: Prompt) -> Any:
@@ -170,6 +176,9 @@ class _InTokens(_Answering):
             return SGLang(self.sampling, self.stops, self.facts.vocab_size)
         return RayEagle(self.sampling, self.facts.fingerprint, self.facts.vocab_size)
 
+    def control(self) -> TokenQuestion:
+        return TokenQuestion(render_prompt(self.tokenizer, HARMLESS), 0)
+
     async def talk(self, prompt: Prompt) -> TokenChat:
         chat = TokenChat(
             prompt, self.settings, self.tokenizer, frozenset(self.stops), self.facts.max_position_embeddings
@@ -202,6 +211,9 @@ class _InText(_Answering):
 
     def dialect(self) -> OpenAI:
         return OpenAI(self.sampling, self.settings.model)
+
+    def control(self) -> TextQuestion:
+        return TextQuestion([{"role": "user", "content": HARMLESS}], 0)
 
     async def talk(self, prompt: Prompt) -> TextChat:
         chat = TextChat(prompt, self.settings, self.begun)

@@ -92,6 +92,7 @@ def test_text_from_openai_becomes_what_the_path_of_kept_answers_makes(
         assert c.messages == messages
         ((_, twin),) = conversations_of(renderer, messages, [], run.config.generate, 512)
         assert (c.input_ids, c.supervised, c.mask) == (twin["input_ids"], twin["supervised"], "rendering")
+    assert not any("renders another template" in line for line in run.progress.said)
     summary = run.run.of("generate").read_json("summary.json")
     assert summary["answers_with_reasoning"] == sum(
         "reasoning_content" in m for c in found.values() for m in c.messages
@@ -160,6 +161,13 @@ def test_where_the_servers_are_may_change_but_not_who_answers(
         run_of(tmp_path, target_folder, "sglang", server).stage("generate")
     with pytest.raises(OriginError, match=r"settings\.generate\.model: None -> 'x'"):
         run_of(tmp_path, target_folder, "openai", server, model="x").stage("generate")
+
+
+def test_a_server_that_renders_another_template_is_told_of_once(tmp_path: Path, server: str) -> None:
+    run = run_of(tmp_path, merging_target(tmp_path / "target"), "openai", server)  # its tokenizer merges: fewer tokens
+    run.stage("generate")
+    (told,) = [line for line in run.progress.said if "renders another template" in line]
+    assert "generate: warning: the server counts " in told and "chat template gives" in told
 
 
 def test_wrong_models_and_dead_servers_are_one_error(tmp_path: Path, target_folder: Path, server: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -14,6 +15,7 @@ from ray_eagle.conversations.backends.fleet import DRAIN_AFTER, Fault, Fleet, Li
 from ray_eagle.conversations.messages import RowError
 from ray_eagle.errors import ServingError
 
+CONTROL = 1000
 LIMITS = Limits(in_flight=4, tries=4, timeout_s=0.5, wait_s=5)
 Handler = Callable[[int], Awaitable[web.Response]]
 
@@ -110,7 +112,9 @@ def run(
         said: list[str] = []
         places = [await server.start() for server in servers]
         try:
-            async with Fleet(Echo(), [*places, *urls], limits, say=said.append, seed=0, **more) as fleet:
+            async with Fleet(
+                Echo(), [*places, *urls], limits, control=CONTROL, say=said.append, seed=0, **more
+            ) as fleet:
                 found = await asyncio.gather(*(fleet.ask(q) for q in questions), return_exceptions=True)
                 return found, said, fleet
         finally:
@@ -210,7 +214,7 @@ def test_a_failing_server_is_drained_while_the_others_go_on_and_taken_back_when_
     async def trial() -> None:
         said: list[str] = []
         urls = [await bad.start(), await good.start()]
-        async with Fleet(Echo(), urls, LIMITS, say=said.append, seed=0) as fleet:
+        async with Fleet(Echo(), urls, LIMITS, control=CONTROL, say=said.append, seed=0) as fleet:
             healing = asyncio.create_task(heal())
             answered, number = [], 0
             states = set()
@@ -317,8 +321,18 @@ def test_servers_that_fail_everything_end_the_run_not_every_prompt() -> None:
     given_up = [error for error in found if isinstance(error, RowError)]
     ended = [error for error in found if isinstance(error, ServingError)]
     assert len(given_up) <= 2 and len(given_up) + len(ended) == 20
-    assert "3 prompts failed 4 times each, and no other was answered meanwhile" in str(ended[0])
+    assert re.search(r"^generate: \d+ prompts failed 4 times each, and nothing else is answered\. ", str(ended[0]))
     assert "HTTP 500: out of order" in str(ended[0])
+
+
+def test_many_prompts_that_always_fail_are_given_up_while_the_servers_answer_a_harmless_one() -> None:
+    async def poisoned(number: int) -> web.Response:
+        return await (broken if number < 7 else echo)(number)
+
+    server = Server(poisoned)
+    found, _, _ = run([server], list(range(7)), Limits(1, 3, 1, 5))  # nothing else is left to be answered
+    assert all(isinstance(error, RowError) for error in found)
+    assert [server.asked.count(number) for number in range(7)] == [3] * 7 and CONTROL in server.asked
 
 
 @pytest.mark.parametrize("seed", range(4))

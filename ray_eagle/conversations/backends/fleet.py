@@ -5,8 +5,8 @@ What failed is asked again, after a pause that doubles and is never twice the sa
 answers. Nothing gives up before all servers are down for `wait_s` seconds; what no retry can cure (a wrong key, an unknown model)
 ends everything at once.
 
-A request that fails `tries` times is refused alone (a prompt may well kill a server), unless nothing else is answered meanwhile:
-then the servers are at fault, and the third such request ends the run.
+A request that fails `tries` times is refused alone: a prompt may well kill a server, or take too long. When several are and
+nothing else is answered meanwhile, a harmless question (`control`) decides whether the servers are at fault: that ends the run.
 """
 
 import asyncio
@@ -111,11 +111,12 @@ class Fleet(Generic[Question, Answer]):
         urls: list[str],
         limits: Limits,
         *,
+        control: Question,
         key: str = "",
         say: Callable[[str], None] = lambda message: None,
         seed: int | None = None,
     ) -> None:
-        self.dialect, self.limits, self._say = dialect, limits, say
+        self.dialect, self.limits, self._control, self._say = dialect, limits, control, say
         self.servers = [Server(url.rstrip("/")) for url in urls]
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._random = random.Random(seed)
@@ -152,34 +153,31 @@ class Fleet(Generic[Question, Answer]):
         tries = pauses = 0
         busy_since = 0.0
         while True:
+            pause = min(MAX_PAUSE_S, PAUSE_S * 2**pauses)
             server = await self._slot()
             try:
                 answer = await self._post(server, question)
-            except _Failed as failed:
-                server.last = str(failed)
-                if failed.kind == "gone":
-                    await self._drain(server)
-                    continue
-                if failed.kind == "busy":
-                    busy_since = busy_since or time.monotonic()
-                    if time.monotonic() - max(busy_since, self._last_answer) > self.limits.wait_s:
-                        raise self._end(f"all servers are too busy for {self.limits.wait_s:g} s") from None
-                else:
-                    tries += 1
-                    server.failures += 1
-                    if server.failures >= DRAIN_AFTER and server.up:
-                        await self._drain(server)
-                    if tries >= self.limits.tries:
-                        raise self._give_up(server, tries) from None
-                pause = failed.after or min(MAX_PAUSE_S, PAUSE_S * 2**pauses)
-                pauses += 1
-            else:
                 self._well(server)
                 return answer
+            except _Failed as failed:
+                server.last = str(failed)
+                if failed.kind == "failed":
+                    tries += 1
+                    server.failures += 1
+                elif failed.kind == "busy":
+                    busy_since = busy_since or time.monotonic()
+                    pause = failed.after or pause
+                    if time.monotonic() - max(busy_since, self._last_answer) > self.limits.wait_s:
+                        raise await self._end(f"all servers are too busy for {self.limits.wait_s:g} s") from None
+                if failed.kind == "gone" or server.failures >= DRAIN_AFTER:
+                    self._drain(server)
+                if failed.kind == "gone":
+                    continue
             finally:
-                server.running -= 1
-                async with self._changed:
-                    (self._changed.notify_all if self._fatal else self._changed.notify)()
+                await self._free(server)
+            if tries >= self.limits.tries:
+                await self._give_up(server, tries)
+            pauses += 1
             await asyncio.sleep(pause * self._random.uniform(0.5, 1.5))
 
     # --- one request -----------------------------------------------------------------------------------------------------
@@ -197,6 +195,18 @@ class Fleet(Generic[Question, Answer]):
                     return server
                 await self._changed.wait()
 
+    async def _free(self, server: Server) -> None:
+        server.running -= 1
+        await self._wake(1)
+
+    async def _wake(self, waiting: int | None = None) -> None:
+        """Those who wait for a slot look again: so many, or all."""
+        async with self._changed:
+            if waiting is None or self._fatal:
+                self._changed.notify_all()
+            else:
+                self._changed.notify(waiting)
+
     async def _post(self, server: Server, question: Question) -> Answer:
         timeout = aiohttp.ClientTimeout(total=self.limits.timeout_s, sock_connect=LOOK_TIMEOUT_S)
         body = json.dumps(self.dialect.body(question, server.model)).encode()
@@ -208,8 +218,8 @@ class Fleet(Generic[Question, Answer]):
                 timeout=timeout,
             ) as response:
                 status, after, content = response.status, response.headers.get("Retry-After"), await response.read()
-        except aiohttp.ClientConnectorError as error:
-            raise _Failed(f"cannot be reached ({error.strerror or error})", kind="gone") from None
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise _Failed(f"cannot be reached ({error})", kind="gone") from None
         except TimeoutError:
             raise _Failed(f"no answer within {self.limits.timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -244,25 +254,40 @@ class Fleet(Generic[Question, Answer]):
         server.failures = self._given_up = 0
         self._last_answer = time.monotonic()
 
-    def _give_up(self, server: Server, tries: int) -> Exception:
+    async def _give_up(self, server: Server, tries: int) -> None:
+        """Raises RowError; ServingError when the servers answer nothing at all."""
+        last = f"{server.url}: {server.last}"
         self._given_up += 1
-        if self._given_up > GIVEN_UP_AT_MOST:
-            return self._end(f"{self._given_up} prompts failed {tries} times each, and no other was answered meanwhile")
-        return RowError(f"no answer in {tries} tries, at last: {server.url}: {server.last}")
+        if self._given_up > GIVEN_UP_AT_MOST and not await self._answers_control():
+            raise await self._end(f"{self._given_up} prompts failed {tries} times each, and nothing else is answered")
+        raise RowError(f"no answer in {tries} tries, at last: {last}")
 
-    def _end(self, what: str) -> ServingError:
+    async def _answers_control(self) -> bool:
+        server = await self._slot()
+        try:
+            await self._post(server, self._control)
+            self._well(server)
+            return True
+        except _Failed as failed:
+            server.last = str(failed)
+            return False
+        except RowError:
+            return True
+        finally:
+            await self._free(server)
+
+    async def _end(self, what: str) -> ServingError:
         """Nothing more is asked; the error names each server with its last failure. The first reason stays."""
-        if self._fatal:
-            return self._fatal
         servers = "; ".join(f"{s.url}: {s.last}" for s in self.servers)
-        self._fatal = ServingError(
+        self._fatal = self._fatal or ServingError(
             f"generate: {what}. {servers}. Check the servers and generate.urls, then run it again: what was committed is kept."
         )
+        await self._wake()
         return self._fatal
 
     # --- one server ------------------------------------------------------------------------------------------------------
 
-    async def _drain(self, server: Server) -> None:
+    def _drain(self, server: Server) -> None:
         """Nothing more for this server, until it answers a look."""
         if not server.up:
             return
@@ -279,11 +304,10 @@ class Fleet(Generic[Question, Answer]):
             first, pause = server.model == "", LOOK_S
             while not await self._looks_well(server):
                 none_up = not any(s.up for s in self.servers)
-                if none_up and time.monotonic() - self._down_since > self.limits.wait_s and not self._fatal:
-                    self._end(f"no server answers for {self.limits.wait_s:g} s (generate.server_wait_s)")
+                if none_up and time.monotonic() - self._down_since > self.limits.wait_s:
+                    await self._end(f"no server answers for {self.limits.wait_s:g} s (generate.server_wait_s)")
                 if self._fatal:
-                    async with self._changed:
-                        self._changed.notify_all()
+                    await self._wake()
                     return
                 if first and pause == LOOK_S:
                     self._say(f"generate: waiting for server {server.url} ({server.last})")
@@ -293,8 +317,7 @@ class Fleet(Generic[Question, Answer]):
             server.up, server.failures = True, 0
             if not first or pause > LOOK_S:
                 self._say(f"generate: server {server.url} is back" if not first else f"generate: {server.url} is there")
-            async with self._changed:
-                self._changed.notify_all()
+            await self._wake()
             await server.news.wait()
             await asyncio.sleep(LOOK_S * self._random.uniform(0.5, 1.5))
 
