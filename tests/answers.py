@@ -34,7 +34,7 @@ def written(ids: list[int], stop: int) -> list[int]:
 def reply(path: str, body: Any) -> Any:
     if path == "/v1/models":
         return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
-    if path == "/get_model_info":
+    if path == "/model_info":
         return {"model_path": "/models/tiny", "is_generation": True}
     if path == "/v1/chat/completions":
         asked = 1 + sum(len(m["content"].encode()) + 3 for m in body["messages"])  # by `tests.tiny`'s template

@@ -1,8 +1,9 @@
 """A conversation while the target writes it: in exact token ids, or in text that becomes ids when it is over."""
 
-from typing import Any, Literal
+from typing import Any
 
 from ray_eagle.config import GenerateConfig
+from ray_eagle.conversations.backends.dialects import Finish, TextAnswer
 from ray_eagle.conversations.conversation import Conversation
 from ray_eagle.conversations.keep import conversations_of
 from ray_eagle.conversations.mask import Renderer
@@ -11,7 +12,6 @@ from ray_eagle.conversations.prompts import Prompt
 from ray_eagle.conversations.template import render_next_turn, render_prompt
 from ray_eagle.errors import InputError
 
-Finish = Literal["stop", "length"]
 Made = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 """Rows of conversations, and rejected rows with their reason."""
 
@@ -95,16 +95,14 @@ class TokenChat(_Talk):
 
 
 class TextChat(_Talk):
-    """In text, as OpenAI's API returns it; ids and mask are made at the end, as those of kept answers are."""
+    """In text, as OpenAI's API returns it. Ids and mask are the server's own where it returns ids, else as of kept answers."""
 
     def __init__(self, prompt: Prompt, settings: GenerateConfig, begun: bool) -> None:
         """`begun`: the generation prompt begins to reason already."""
         super().__init__(prompt, settings)
         self._begun = begun
         self._sent = list(self.messages)
-        self._finish: list[Finish] = []
-        self.prompt_tokens: int | None = None
-        """Of the first turn, as the server counted them."""
+        self.answers: list[TextAnswer] = []
 
     def ask(self, turn: int) -> list[Message] | None:
         """Messages to send; None when the conversation ended."""
@@ -112,31 +110,69 @@ class TextChat(_Talk):
             return None
         return [*self._sent, {"role": "user", "content": self.prompt.turns[turn]}]
 
-    def add(self, turn: int, asked: list[Message], content: str, reasoning: str, name: str, finish: Finish) -> None:
-        """`name`: what the server calls reasoning; it is sent back under that name. Raises RowError for an empty answer."""
-        if self._drops(turn, finish):
+    def add(self, turn: int, asked: list[Message], answer: TextAnswer) -> None:
+        """Reasoning is sent back under the server's own name for it. Raises RowError for an empty answer."""
+        if self._drops(turn, answer.finish):
             return
-        message = answer_of(content, reasoning, finish, self.settings.reasoning_marks, self._begun)
+        content, reasoning = answer.content, answer.reasoning
+        message = answer_of(content, reasoning, answer.finish, self.settings.reasoning_marks, self._begun)
         self.messages += [asked[-1], message]
-        self._sent = [*asked, {"role": "assistant", "content": content} | ({name: reasoning} if reasoning else {})]
-        self._finish.append(finish)
-        if finish == "length" and not message["content"] and turn + 1 < len(self.prompt.turns):
+        apart = {answer.reasoning_name: reasoning} if reasoning else {}
+        self._sent = [*asked, {"role": "assistant", "content": content, **apart}]
+        self.answers.append(answer)
+        if answer.finish == "length" and not message["content"] and turn + 1 < len(self.prompt.turns):
             self.end(turn + 1, f"the answer before was cut in its reasoning, at {self.settings.max_new_tokens} tokens")
 
-    def made(self, renderer: Renderer, context: int) -> Made:
+    def made(self, renderer: Renderer, stops: frozenset[int], context: int) -> Made:
         """Conversations with ids and mask; several with `turns: split`."""
-        if not self._finish:
+        if not self.answers:
             return [], self._rejected()
-        answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
-        cut = frozenset(i for i, finish in zip(answers, self._finish, strict=True) if finish == "length")
-        try:
-            made = list(conversations_of(renderer, self.messages, [], self.settings, context, cut=cut))
-        except RowError as error:
-            self.reason = str(error)
-            return [], self._rejected()
+        said = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        made = self._exact(said, stops, context)
+        if made is None:
+            cut = frozenset(i for i, a in zip(said, self.answers, strict=True) if a.finish == "length")
+            try:
+                made = list(conversations_of(renderer, self.messages, [], self.settings, context, cut=cut))
+            except RowError as error:
+                self.reason = str(error)
+                return [], self._rejected()
         p = self.prompt
-        made[0][1]["note"] = "; ".join(filter(None, (self.note, made[0][1]["note"])))
+        made[0][1]["note"] = "; ".join(filter(None, (self.note, made[0][1].get("note", ""))))
         return [Conversation(p.id + suffix, p.category, p.split, row=p.row, **v).to_row() for suffix, v in made], []
+
+    def _exact(self, said: list[int], stops: frozenset[int], context: int) -> list[tuple[str, dict[str, Any]]] | None:
+        """Suffixes and fields of conversations in the server's own ids; None where they do not do.
+
+        The prompt of a turn begins with all that was read and written before, unless the template changes earlier turns, or a
+        tokenizer writes an earlier answer otherwise. With `split` such an answer gets a conversation of its own.
+        """
+        settings, turns = self.settings, []
+        if settings.reasoning != "keep" or not settings.supervise_reasoning:
+            return None
+        for answer in self.answers:
+            if not answer.prompt_ids or not answer.ids or (answer.finish == "stop" and answer.ids[-1] not in stops):
+                return None
+            turns.append((len(answer.prompt_ids), answer.prompt_ids + answer.ids))
+        made: list[tuple[str, dict[str, Any]]] = []
+        left = list(range(len(turns)))
+        while left:
+            last = left[-1]
+            whole = turns[last][1]
+            covered = [t for t in left if whole[: len(turns[t][1])] == turns[t][1]]
+            left = [t for t in left if t not in covered]
+            if len(whole) > context or (left and settings.turns == "all"):
+                return None  # the other way says what is wrong with it
+            learnt = [last] if settings.turns == "last" else covered
+            fields = {
+                "messages": self.messages[: said[last] + 1],
+                "input_ids": whole,
+                "supervised": [[turns[t][0], len(turns[t][1])] for t in learnt],
+                "finish_reasons": [self.answers[t].finish for t in learnt],
+            }
+            made.append((f"#turn{last + 1}" if made else "", fields))
+            if settings.turns == "last":
+                break
+        return made
 
 
 def answer_of(content: str, reasoning: str, finish: Finish, marks: tuple[str, str], begun: bool) -> Message:

@@ -201,7 +201,7 @@ class _InTokens(_Answering):
 
 
 class _InText(_Answering):
-    """Messages in, text out; the same path as that of kept answers makes the ids."""
+    """Messages in, text out; the same path as that of kept answers makes the ids, unless the server returns them."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -210,7 +210,7 @@ class _InText(_Answering):
         self.other_length = ""
 
     def dialect(self) -> OpenAI:
-        return OpenAI(self.sampling, self.settings.model)
+        return OpenAI(self.sampling, self.settings.model, self.facts.vocab_size)
 
     def control(self) -> TextQuestion:
         return TextQuestion([{"role": "user", "content": HARMLESS}], 0)
@@ -223,27 +223,26 @@ class _InText(_Answering):
                 break
             try:
                 answer: TextAnswer = await self.fleet.ask(TextQuestion(messages, self.seed_of(prompt, turn)))
-                chat.add(turn, messages, answer.content, answer.reasoning, answer.reasoning_name, answer.finish)
+                chat.add(turn, messages, answer)
             except RowError as error:
                 chat.end(turn, str(error))
                 break
             self.rate.advance(answer.tokens)
-            if not turn:
-                chat.prompt_tokens = answer.prompt_tokens
         return chat
 
     def made(self, talk: TextChat) -> Made:
         self._compare_length(talk)
-        return talk.made(self.renderer, self.facts.max_position_embeddings)
+        return talk.made(self.renderer, frozenset(self.stops), self.facts.max_position_embeddings)
 
     def _compare_length(self, talk: TextChat) -> None:
         """Tell once when the server fed its model another number of tokens than the target's template gives here."""
-        if self.other_length or talk.prompt_tokens is None:
+        theirs = talk.answers[0].prompt_tokens if talk.answers else None
+        if self.other_length or theirs is None:
             return
         ours = len(render_prompt(self.tokenizer, talk.prompt.turns[0], talk.prompt.system))
-        if ours != talk.prompt_tokens:
+        if ours != theirs:
             self.other_length = (
-                f"generate: warning: the server counts {talk.prompt_tokens} tokens in the prompt {talk.prompt.id}, the target's "
+                f"generate: warning: the server counts {theirs} tokens in the prompt {talk.prompt.id}, the target's "
                 f"chat template gives {ours}. It renders another template (a system text, reasoning switched off?), so the "
                 "conversations are not what its model read: compare both templates."
             )

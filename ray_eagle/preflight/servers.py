@@ -22,7 +22,7 @@ def check_servers(settings: GenerateConfig, facts: TargetFacts) -> list[Finding]
     key = api_key(settings)
     sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.top_p)
     dialect: Any = {
-        "openai": lambda: OpenAI(sampling, settings.model),
+        "openai": lambda: OpenAI(sampling, settings.model, facts.vocab_size),
         "sglang": lambda: SGLang(sampling, [], facts.vocab_size),
         "ray_eagle": lambda: RayEagle(sampling, facts.fingerprint, facts.vocab_size),
     }[settings.backend]()

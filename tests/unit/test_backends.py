@@ -12,6 +12,7 @@ from ray_eagle.conversations.backends.dialects import (
     RayEagle,
     Sampling,
     SGLang,
+    TextAnswer,
     TextQuestion,
     TokenAnswer,
     TokenQuestion,
@@ -24,6 +25,7 @@ from ray_eagle.conversations.prompts import Prompt
 from ray_eagle.conversations.remote import api_key
 from ray_eagle.conversations.template import begins_to_reason, render_prompt
 from ray_eagle.errors import ConfigError, ServingError
+from ray_eagle.serving.messages import GenerateRequest
 from tests.chat_templates import STYLES, stops_of, tokenizer_of
 from tests.tiny import tiny_tokenizer
 
@@ -44,14 +46,15 @@ def choice(message: dict[str, Any], finish: Any = "stop", **more: Any) -> dict[s
 
 def test_sampling_is_named_whole() -> None:
     messages = [{"role": "user", "content": "a"}]
-    body = OpenAI(SAMPLING, None).body(TextQuestion(messages, 7), "m")
+    body = OpenAI(SAMPLING, None, 100).body(TextQuestion(messages, 7), "m")
     assert body.items() >= EXPLICIT.items()
-    assert body["messages"] == messages and (body["model"], body["max_tokens"], body["seed"]) == ("m", 64, 7)
+    assert body["messages"] == messages and (body["model"], body["max_tokens"], "seed" in body) == ("m", 64, False)
     body = SGLang(SAMPLING, [2, 5], 100).body(TokenQuestion([1, 2], 7), "m")
     assert body["sampling_params"].items() >= EXPLICIT.items() and body["input_ids"] == [1, 2]
     assert body["sampling_params"]["max_new_tokens"] == 64 and body["sampling_params"]["stop_token_ids"] == [2, 5]
-    from ray_eagle.serving.messages import GenerateRequest
-
+    sampled = Sampling(64, 0.7, 0.9)
+    assert OpenAI(sampled, None, 9).body(TextQuestion([], 7), "m").items() >= {"seed": 7, "top_p": 0.9}.items()
+    assert SGLang(sampled, [], 9).body(TokenQuestion([], 7), "m")["sampling_params"]["sampling_seed"] == 7
     body = RayEagle(SAMPLING, {}, 100).body(TokenQuestion([1, 2], 7), "m")
     assert GenerateRequest.model_validate(body).input_ids == [1, 2]
 
@@ -62,10 +65,10 @@ def test_sampling_is_named_whole() -> None:
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_reasoning_is_found_under_both_names(name: str) -> None:
     usage = {"prompt_tokens": 11, "completion_tokens": 5}
-    found = OpenAI(SAMPLING, None).answer(choice({"content": "b", name: "why"}, "length", usage=usage))
+    found = OpenAI(SAMPLING, None, 100).answer(choice({"content": "b", name: "why"}, "length", usage=usage))
     assert (found.content, found.reasoning, found.reasoning_name, found.finish) == ("b", "why", name, "length")
     assert (found.prompt_tokens, found.tokens) == (11, 5)
-    found = OpenAI(SAMPLING, None).answer(choice({"content": None, name: "why"}))
+    found = OpenAI(SAMPLING, None, 100).answer(choice({"content": None, name: "why"}))
     assert (found.content, found.reasoning, found.prompt_tokens) == ("", "why", None)
 
 
@@ -84,7 +87,7 @@ def test_reasoning_is_found_under_both_names(name: str) -> None:
 )
 def test_what_is_no_answer_in_text(payload: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
-        OpenAI(SAMPLING, None).answer(payload)
+        OpenAI(SAMPLING, None, 100).answer(payload)
 
 
 def sglang(ids: Any, finish: Any, made: int | None = None) -> dict[str, Any]:
@@ -121,13 +124,13 @@ def test_what_is_no_answer_in_ids(payload: Any, kind: type[Exception], text: str
 
 def test_the_model_is_the_one_asked_for_or_the_only_one() -> None:
     one, two = {"data": [{"id": "a"}]}, {"data": [{"id": "a"}, {"id": "b"}]}
-    assert OpenAI(SAMPLING, None).seen("u", one) == "a" and OpenAI(SAMPLING, "b").seen("u", two) == "b"
+    assert OpenAI(SAMPLING, None, 100).seen("u", one) == "a" and OpenAI(SAMPLING, "b", 100).seen("u", two) == "b"
     with pytest.raises(ServingError, match=r"server u has a, b\. Set generate\.model to one"):
-        OpenAI(SAMPLING, None).seen("u", two)
+        OpenAI(SAMPLING, None, 100).seen("u", two)
     with pytest.raises(ServingError, match=r"expected the model 'c', found a, b"):
-        OpenAI(SAMPLING, "c").seen("u", two)
+        OpenAI(SAMPLING, "c", 100).seen("u", two)
     with pytest.raises(Fault):
-        OpenAI(SAMPLING, None).seen("u", {"data": []})
+        OpenAI(SAMPLING, None, 100).seen("u", {"data": []})
 
 
 def test_a_server_of_this_project_must_hold_the_same_target() -> None:
@@ -185,14 +188,14 @@ def chat_of(style: str, answers: list[tuple[str, str, Any]], **more: Any) -> tup
         asked = chat.ask(turn)
         if asked is None:
             break
-        chat.add(turn, asked, content, reasoning, "reasoning", finish)
+        chat.add(turn, asked, TextAnswer(content, reasoning, "reasoning", finish, None, 0))
     return chat, renderer
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_text_becomes_what_the_target_read_and_wrote(style: str) -> None:
     chat, renderer = chat_of(style, [("Yes, it is.", "Well, hm", "stop")])
-    (row,), rejected = chat.made(renderer, 10_000)
+    (row,), rejected = chat.made(renderer, frozenset(), 10_000)
     ((start, end),) = row["supervised"]
     asked = render_prompt(renderer.tokenizer, "question 0")
     assert not rejected and row["input_ids"][:start] == asked and end == len(row["input_ids"])
@@ -208,7 +211,7 @@ def test_text_becomes_what_the_target_read_and_wrote(style: str) -> None:
 def test_a_cut_answer_ends_with_its_text_and_nothing_that_the_template_adds(style: str, content: str) -> None:
     whole, renderer = chat_of(style, [(content, "Well, hm", "stop")])
     cut, _ = chat_of(style, [(content, "Well, hm", "length")])
-    ((full,), _), ((row,), _) = whole.made(renderer, 10_000), cut.made(renderer, 10_000)
+    ((full,), _), ((row,), _) = whole.made(renderer, frozenset(), 10_000), cut.made(renderer, frozenset(), 10_000)
     ((start, end),) = row["supervised"]
     said = renderer.tokenizer.decode(row["input_ids"][start:end])
     text = renderer.tokenizer.decode(full["input_ids"][start:])
@@ -221,7 +224,7 @@ def test_a_cut_answer_ends_with_its_text_and_nothing_that_the_template_adds(styl
 @pytest.mark.parametrize("style", STYLES)
 def test_an_answer_cut_in_its_reasoning_ends_with_that(style: str) -> None:
     chat, renderer = chat_of(style, [("", "n th", "length")])
-    rows, rejected = chat.made(renderer, 10_000)
+    rows, rejected = chat.made(renderer, frozenset(), 10_000)
     if rejected:  # a template that drops such reasoning is refused, never learnt from
         assert "reasoning" in rejected[0]["reason"]
         return
@@ -233,7 +236,7 @@ def test_an_answer_cut_in_its_reasoning_ends_with_that(style: str) -> None:
 
 def test_a_cut_answer_in_the_middle_is_closed_but_its_mark_is_not_learnt() -> None:
     chat, renderer = chat_of("chatml", [("first", "", "length"), ("second", "", "stop")])
-    (row,), _ = chat.made(renderer, 10_000)
+    (row,), _ = chat.made(renderer, frozenset(), 10_000)
     spoken = [renderer.tokenizer.decode(row["input_ids"][a:b]) for a, b in row["supervised"]]
     assert spoken == ["first", "second<|im_end|>"] and row["finish_reasons"] == ["length", "stop"]
     assert "first<|im_end|>\n<|im_start|>user" in renderer.tokenizer.decode(row["input_ids"])
@@ -248,10 +251,10 @@ def test_what_was_said_goes_back_under_the_servers_own_names() -> None:
 def test_templates_that_change_earlier_turns_are_rejected_or_split() -> None:
     answers = [("one", "because", "stop"), ("two", "of that", "stop")]
     chat, renderer = chat_of("qwen3", answers)
-    rows, rejected = chat.made(renderer, 10_000)
+    rows, rejected = chat.made(renderer, frozenset(), 10_000)
     assert not rows and "Set generate.turns to split" in rejected[0]["reason"] and rejected[0]["row"] == 3
     chat, renderer = chat_of("qwen3", answers, turns="split")
-    rows, rejected = chat.made(renderer, 10_000)
+    rows, rejected = chat.made(renderer, frozenset(), 10_000)
     assert [row["source_id"] for row in rows] == ["x", "x#turn1"] and {row["row"] for row in rows} == {3}
     spoken = [renderer.tokenizer.decode(row["input_ids"][slice(*row["supervised"][-1])]) for row in rows]
     assert spoken == ["<think>\nof that\n</think>\n\ntwo<|im_end|>", "<think>\nbecause\n</think>\n\none<|im_end|>"]
@@ -260,9 +263,9 @@ def test_templates_that_change_earlier_turns_are_rejected_or_split() -> None:
 def test_cut_answers_are_dropped_when_asked_for() -> None:
     chat, renderer = chat_of("chatml", [("half", "", "length"), ("x", "", "stop")], drop_cut=True)
     reason = "the answer was cut at 512 tokens (generate.drop_cut)"
-    assert chat.made(renderer, 10_000) == ([], [{"row": 3, "source_id": "x", "reason": reason}])
+    assert chat.made(renderer, frozenset(), 10_000) == ([], [{"row": 3, "source_id": "x", "reason": reason}])
     chat, renderer = chat_of("chatml", [("one", "", "stop"), ("half", "", "length")], drop_cut=True)
-    (row,), rejected = chat.made(renderer, 10_000)
+    (row,), rejected = chat.made(renderer, frozenset(), 10_000)
     assert not rejected and len(row["messages"]) == 2 and row["note"] == f"ended before turn 2: {reason}"
 
     settings = GenerateConfig(drop_cut=True)
@@ -277,10 +280,84 @@ def test_a_turn_that_fails_keeps_the_turns_before() -> None:
     chat, renderer = chat_of("chatml", [("one", "", "stop")])
     chat.end(1, "refused by the server: HTTP 400: too long")
     assert chat.ask(1) is None
-    (row,), _ = chat.made(renderer, 10_000)
+    (row,), _ = chat.made(renderer, frozenset(), 10_000)
     assert row["note"] == "ended before turn 2: refused by the server: HTTP 400: too long"
     with pytest.raises(RowError, match="empty"):
         chat_of("chatml", [("", "", "stop")])
+
+
+# --- ids beside the text ------------------------------------------------------------------------------------------------
+
+
+def test_ids_beside_the_text_are_found_where_sglang_and_vllm_put_them() -> None:
+    dialect = OpenAI(SAMPLING, None, 100)
+    assert dialect.body(TextQuestion([], 0), "m")["return_token_ids"] is True
+    sglang_reply, vllm_reply = choice({"content": "b"}), choice({"content": "b"}, prompt_token_ids=[1, 2])
+    sglang_reply["choices"][0] |= {"prompt_token_ids": [1, 2], "response_token_ids": [3]}
+    vllm_reply["choices"][0] |= {"token_ids": [3]}
+    for payload in (sglang_reply, vllm_reply):
+        found = dialect.answer(payload)
+        assert (found.prompt_ids, found.ids) == ([1, 2], [3])
+    found = dialect.answer(choice({"content": "b"}, prompt_token_ids=None))
+    assert (found.prompt_ids, found.ids) == (None, None)
+    vllm_reply["choices"][0]["token_ids"] = [100]
+    with pytest.raises(ServingError, match="token 100, but the target has 100"):
+        dialect.answer(vllm_reply)
+
+
+A, B = [1, 2, 3], [1, 2, 3, 50, 9, 4, 5]  # prompts of two turns; 9 ends a turn
+
+
+def exact_chat(first: list[int], second: list[int], **more: Any) -> tuple[TextChat, Renderer]:
+    renderer = rendered_by("chatml")
+    chat = TextChat(Prompt("x", "c", ("a", "b"), row=3), settings_of(**more), False)
+    for turn, (prompt, ids) in enumerate([(A, first), (B, second)]):
+        asked = chat.ask(turn)
+        assert asked
+        finish: Any = "stop" if ids[-1] == 9 else "length"
+        chat.add(turn, asked, TextAnswer("yes", "", "reasoning", finish, None, 0, prompt, ids))
+    return chat, renderer
+
+
+def test_ids_beside_the_text_are_stored_as_they_are() -> None:
+    chat, renderer = exact_chat([50, 9], [60, 61])
+    (row,), _ = chat.made(renderer, frozenset([9]), 100)
+    assert (row["input_ids"], row["supervised"]) == ([*B, 60, 61], [[3, 5], [7, 9]])
+    assert (row["mask"], row["finish_reasons"], row["row"]) == ("generated", ["stop", "length"], 3)
+    assert [m["role"] for m in row["messages"]] == ["user", "assistant"] * 2
+    chat, renderer = exact_chat([50, 9], [60, 61], turns="last")
+    (row,), _ = chat.made(renderer, frozenset([9]), 100)
+    assert (row["supervised"], row["finish_reasons"], row["mask"]) == ([[7, 9]], ["length"], "generated")
+
+
+def test_an_answer_that_the_next_prompt_writes_otherwise_has_a_conversation_of_its_own() -> None:
+    chat, renderer = exact_chat([25, 25, 9], [60, 9], turns="split")  # 50 stands for 25, 25 when tokenized again
+    rows, _ = chat.made(renderer, frozenset([9]), 100)
+    assert [(row["source_id"], row["input_ids"], row["supervised"]) for row in rows] == [
+        ("x", [*B, 60, 9], [[7, 9]]),
+        ("x#turn1", [*A, 25, 25, 9], [[3, 6]]),
+    ]
+    assert [len(row["messages"]) for row in rows] == [4, 2] and {row["mask"] for row in rows} == {"generated"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "more"),
+    [
+        ([25, 25, 9], [60, 9], {}),  # one conversation cannot hold both
+        ([50, 9], [60, 9], {"supervise_reasoning": False}),
+        ([50, 9], [60, 9], {"reasoning": "drop"}),
+    ],
+)
+def test_where_ids_do_not_do_the_text_is_taken(first: list[int], second: list[int], more: dict[str, Any]) -> None:
+    chat, renderer = exact_chat(first, second, **more)
+    (row,), _ = chat.made(renderer, frozenset([9]), 100)
+    assert row["mask"] == "rendering" and "yes<|im_end|>" in renderer.tokenizer.decode(row["input_ids"])
+
+
+def test_a_server_that_leaves_out_the_end_of_turn_token_is_not_taken_at_its_word() -> None:
+    chat, renderer = exact_chat([50, 9], [60, 9])
+    (row,), _ = chat.made(renderer, frozenset([8]), 100)
+    assert row["mask"] == "rendering"
 
 
 # --- settings -------------------------------------------------------------------------------------------------------

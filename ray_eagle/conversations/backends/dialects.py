@@ -39,6 +39,10 @@ class TextAnswer:
     finish: Finish
     prompt_tokens: int | None
     tokens: int
+    prompt_ids: list[int] | None = None
+    """What the server fed its model, where it tells."""
+    ids: list[int] | None = None
+    """What the target wrote, exactly, where the server tells."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,14 @@ class TokenAnswer:
 
 
 class OpenAI:
-    """`/v1/chat/completions`, as SGLang and vLLM serve it."""
+    """`/v1/chat/completions`, as SGLang and vLLM serve it. Both return token ids too when they are asked."""
 
     name = "openai"
     path = "/v1/chat/completions"
     look = "/v1/models"
 
-    def __init__(self, sampling: Sampling, model: str | None) -> None:
-        self._sampling, self._model = sampling, model
+    def __init__(self, sampling: Sampling, model: str | None, vocabulary: int) -> None:
+        self._sampling, self._model, self._vocabulary = sampling, model, vocabulary
 
     def seen(self, url: str, payload: Any) -> str:
         """The model that is asked for, or the only one."""
@@ -94,10 +98,10 @@ class OpenAI:
             "repetition_penalty": 1.0,
             "frequency_penalty": 0.0,
             "presence_penalty": 0.0,
-            "seed": question.seed,
             "n": 1,
             "stream": False,
-        }
+            "return_token_ids": True,
+        } | ({"seed": question.seed} if sampling.temperature else {})
 
     def answer(self, payload: Any) -> TextAnswer:
         choice = _the(payload, ("choices", 0), dict)
@@ -116,7 +120,13 @@ class OpenAI:
         usage = payload.get("usage") or {}
         counts = [usage.get(key) for key in ("prompt_tokens", "completion_tokens")]
         asked, made = (count if isinstance(count, int) else None for count in counts)
-        return TextAnswer(content, reasoning, name, finish, asked, made or 0)
+        # SGLang puts both into the choice, vLLM the prompt's beside it
+        prompt_ids = self._known(choice, "prompt_token_ids") or self._known(payload, "prompt_token_ids")
+        ids = self._known(choice, "response_token_ids") or self._known(choice, "token_ids")
+        return TextAnswer(content, reasoning, name, finish, asked, made or 0, prompt_ids, ids)
+
+    def _known(self, holder: dict[str, Any], key: str) -> list[int] | None:
+        return _ids(holder, key, self._vocabulary) if holder.get(key) else None
 
 
 class SGLang:
@@ -124,7 +134,7 @@ class SGLang:
 
     name = "sglang"
     path = "/generate"
-    look = "/get_model_info"
+    look = "/model_info"
 
     def __init__(self, sampling: Sampling, stops: list[int], vocabulary: int) -> None:
         self._sampling, self._stops, self._vocabulary = sampling, stops, vocabulary
@@ -133,7 +143,7 @@ class SGLang:
         return str(_the(payload, ("model_path",), str))
 
     def body(self, question: TokenQuestion, model: str) -> dict[str, Any]:
-        sampling = {
+        sampling: dict[str, Any] = {
             "max_new_tokens": self._sampling.max_new_tokens,
             "temperature": self._sampling.temperature,
             "top_p": self._sampling.top_p,
@@ -143,8 +153,9 @@ class SGLang:
             "frequency_penalty": 0.0,
             "presence_penalty": 0.0,
             "stop_token_ids": self._stops,
-            "sampling_seed": question.seed,
         }
+        if self._sampling.temperature:
+            sampling["sampling_seed"] = question.seed
         return {"input_ids": question.ids, "sampling_params": sampling, "stream": False}
 
     def answer(self, payload: Any) -> TokenAnswer:
