@@ -236,7 +236,7 @@ def _hub_rows(source: str) -> Iterator[Any]:
         load_dataset = importlib.import_module("datasets").load_dataset
     except ImportError:
         raise InputError(
-            f"prompts {source}: datasets of the hub need the package datasets, which is not installed. pip install datasets, or "
+            f"prompts {source}: datasets of the hub need the package datasets, which is not installed. pip install 'ray-eagle[datasets]', or "
             "download the file and name its path."
         ) from None
     try:

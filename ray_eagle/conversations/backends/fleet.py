@@ -219,7 +219,7 @@ class Fleet(Generic[Question, Answer]):
             ) as response:
                 status, after, content = response.status, response.headers.get("Retry-After"), await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise _Failed(f"cannot be reached ({error})", kind="gone") from None
+            raise _Failed(f"cannot be reached ({_why(error)})", kind="gone") from None
         except TimeoutError:
             raise _Failed(f"no answer within {self.limits.timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -340,7 +340,7 @@ class Fleet(Generic[Question, Answer]):
         except TimeoutError:
             server.last = f"{self.dialect.look}: no answer within {min(LOOK_TIMEOUT_S, self.limits.timeout_s):g} s"
         except (aiohttp.ClientError, OSError) as error:
-            server.last = f"cannot be reached ({error})"
+            server.last = f"cannot be reached ({_why(error)})"
         except (ValueError, Fault) as error:
             server.last = f"{self.dialect.look}: not understood ({error})"
         return False
@@ -356,6 +356,11 @@ def reason_of(content: bytes) -> str:
         return found if isinstance(found, str) else json.dumps(found)[:300]
     except ValueError:
         return _shown(content)
+
+
+def _why(error: Exception) -> str:
+    """What the system says; aiohttp adds words about TLS."""
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)
 
 
 def _shown(content: bytes) -> str:
