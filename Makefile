@@ -3,13 +3,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test chaos check format clean
+.PHONY: demo test browser chaos check format clean
 
 demo: $(READY)
 	$(BIN)/ray-eagle run -c demo.yaml
 
 test: $(READY)
 	$(BIN)/python -m pytest tests
+
+# A headless Chromium (Debian's) for the tests of the server's page; where it cannot be installed they are skipped.
+browser:
+	command -v chromium >/dev/null || { timeout 120 apt-get update -qq && DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -y -qq \
+	  --no-install-recommends chromium >/dev/null; } || echo "no browser: the tests of the page will be skipped"
 
 # The long form of tests/cluster/test_chaos.py: minutes.
 chaos: $(READY)

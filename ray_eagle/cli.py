@@ -16,7 +16,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ray_eagle.config import Config, Section
+from ray_eagle.cli_options import ANY_SETTING, Address, ConfigFile, Debug, InJob, Json, Preset, settings_help
+from ray_eagle.cli_preflight import FreeGpus, Gpus, Pids, Yes, gpu_flags, gpus_command
+from ray_eagle.cli_serve import HELP as SERVE_HELP
+from ray_eagle.cli_serve import serve_command
+from ray_eagle.config import Config
 from ray_eagle.errors import ConfigError, EagleError
 from ray_eagle.settings import LoadedConfig, load_config
 
@@ -39,7 +43,6 @@ SECTIONS = {name: (name,) for name in HELP if name in Config.model_fields} | {
     "run": (),
     "report": (),
 }
-ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(
     name="ray-eagle",
@@ -54,30 +57,9 @@ app.add_typer(config_app, name="config")
 conversations_app = typer.Typer(help="Look at the conversations of a run.", no_args_is_help=True)
 app.add_typer(conversations_app, name="conversations")
 
-ConfigFile = Annotated[str | None, typer.Option("-c", "--config", help="YAML file with settings.")]
-Preset = Annotated[str | None, typer.Option(help="Preset to start from (smollm2-cpu, kimi-k2.5).")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a table.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
-Address = Annotated[
-    str | None,
-    typer.Option(help="Submit as a job to the Ray cluster whose dashboard is at this URL, and follow its log."),
-]
-InJob = Annotated[bool, typer.Option("--in-job", hidden=True)]
-
-
-def _settings_help(sections: tuple[str, ...]) -> str:
-    """The settings that a stage reads, as flags, each with its default and documentation."""
-    lines = ["Settings (as flags, or in the YAML file; `ray-eagle config show` lists all):\n"]
-    for section in sections:
-        kind: Any = Config.model_fields[section].annotation
-        assert issubclass(kind, Section)
-        for name, field in kind.model_fields.items():
-            lines.append(f"\b\n--{section}.{name}  [{field.get_default()}]\n    {field.description}\n")
-    return "\n".join(lines) if sections else "Any setting can be given as a flag: --train.lr 1e-3, --run FOLDER.\n"
-
 
 def _stage_command(name: str) -> None:
-    @app.command(name, help=HELP[name], epilog=_settings_help(SECTIONS.get(name, ())), context_settings=ANY_SETTING)
+    @app.command(name, help=HELP[name], epilog=settings_help(SECTIONS.get(name, ())), context_settings=ANY_SETTING)
     def command(
         context: typer.Context,
         config: ConfigFile = None,
@@ -102,11 +84,39 @@ def _stage_command(name: str) -> None:
 
 
 for _name in HELP:
-    if _name != "run":
+    if _name not in ("run", "preflight"):
         _stage_command(_name)
 
 
-@app.command("run", help=HELP["run"], epilog=_settings_help(()), context_settings=ANY_SETTING)
+@app.command("preflight", help=HELP["preflight"], epilog=settings_help(("preflight",)), context_settings=ANY_SETTING)
+def preflight_command(
+    context: typer.Context,
+    config: ConfigFile = None,
+    preset: Preset = None,
+    redo: Annotated[bool, typer.Option("--redo", help="Check again (it always does).")] = False,
+    gpus: Gpus = False,
+    free_gpus: FreeGpus = False,
+    pid: Pids = None,
+    yes: Yes = False,
+    address: Address = None,
+    json_output: Json = False,
+    debug: Debug = False,
+    in_job: InJob = False,
+) -> None:
+    with _explained(debug):
+        loaded = load_config(config, preset, list(context.args))
+        flags = gpu_flags(gpus, free_gpus, pid, yes)
+        if address:
+            _submit("preflight", loaded, address, flags + ["--json"] * json_output)
+        with _stdout_for_results() as out:
+            if flags:
+                _quiet()
+                gpus_command(loaded.config, free_gpus, pid or [], yes, json_output, out)
+            else:
+                _run_stage("preflight", loaded.config, redo, False, json_output, in_job, out)
+
+
+@app.command("run", help=HELP["run"], epilog=settings_help(()), context_settings=ANY_SETTING)
 def run_all(
     context: typer.Context,
     config: ConfigFile = None,
@@ -131,6 +141,23 @@ def run_all(
             copy_config(loaded.config, pipeline.run)
             report = pipeline.all(redo=redo)
             _print_report(report, json_output, out)
+
+
+@app.command(
+    "serve", help=SERVE_HELP, epilog=settings_help(("serve", "target", "drafter")), context_settings=ANY_SETTING
+)
+def serve_until_stopped(
+    context: typer.Context,
+    config: ConfigFile = None,
+    preset: Preset = None,
+    random: Annotated[bool, typer.Option("--random", help="Draft with random weights, whatever there is.")] = False,
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    with _explained(debug):
+        loaded = load_config(config, preset, list(context.args)).config
+        with _stdout_for_results() as out, _pipeline(loaded, False) as pipeline:
+            serve_command(loaded, pipeline.run, random, json_output, out)
 
 
 @app.command("verify", help="Re-read a whole hidden-state dataset and name each fault.")
@@ -263,10 +290,11 @@ def _run_stage(
     with _pipeline(config, in_job) as pipeline:
         if from_shards:
             from ray_eagle.probing.stage import predict_from_shards
+            from ray_eagle.report.table import prediction_line
 
             pipeline.check_current("extract", reader="probe")
             found = predict_from_shards(config, pipeline.run, pipeline.facts, pipeline.progress)
-            text = json.dumps(found.model_dump(mode="json")) if json_output else _prediction(found)
+            text = json.dumps(found.model_dump(mode="json")) if json_output else prediction_line(found)
             print(text, file=out)
             return
         copy_config(config, pipeline.run)
@@ -305,15 +333,6 @@ def _print_report(report: Any, json_output: bool, out: TextIO) -> None:
         print(json.dumps(to_json(report)), file=out)
     else:
         Console(file=out, width=None if out.isatty() else 100).print(render(report))
-
-
-def _prediction(found: Any) -> str:
-    low, high = found.interval
-    marginal = ", ".join(f"{p:.1%}" for p in found.marginal)
-    return (
-        f"predicted acceptance length {found.acceptance_length:.3f} [{low:.3f}, {high:.3f}] over {found.verify_passes} "
-        f"passes of {found.prompts} held-out prompts; at least 1, 2, ... drafts accepted: {marginal}"
-    )
 
 
 def _submit(stage: str, loaded: LoadedConfig, address: str, extra: list[str]) -> NoReturn:

@@ -193,6 +193,11 @@ def total(resource: str) -> float:
     return ray.cluster_resources().get(resource, 0.0)
 
 
+def live_jobs() -> frozenset[str]:
+    """Ids of the jobs of this cluster that have not ended, in hexadecimal, this one included."""
+    return frozenset(job["JobID"] for job in ray._private.state.jobs() if not job["IsDead"])
+
+
 def versions() -> dict[str, str]:
     """Versions of what decides a result, from the installed metadata: nothing is imported."""
     import ray_eagle

@@ -114,7 +114,9 @@ class GenerateConfig(ActorConfig):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus of sampled answers."""
     batch_size: Positive = 32
-    """Prompts decoded together; also the unit that is committed and resumed."""
+    """Answers decoded together; the place of a finished one goes to the next prompt of its part."""
+    part_size: Positive | None = None
+    """Prompts of a part, the unit that is committed and resumed. Default: four times batch_size; with servers, batch_size."""
     held_out_share: Share = 0.1
     """Share of prompts kept for the probe: never trained on, and never close to a prompt that is."""
     validation_share: Share = 0.1

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import Start, starting
 from tests.tiny import tiny_target
 
 
@@ -27,3 +28,10 @@ def cluster() -> Iterator[None]:
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with 8 layers, hidden 32, and a byte-level tokenizer."""
     return tiny_target(tmp_path_factory.mktemp("target") / "tiny")
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start programs that are marked as ours or not, orphaned or not; all are killed at the end."""
+    with starting() as begin:
+        yield begin

@@ -20,8 +20,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-CHILD = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(1000)"
-"""A grandchild that does not leave by itself, as a scheduler that hangs in a kernel."""
+CHILD = "trap '' TERM; exec -a sglang::scheduler sleep 1000"
+"""A grandchild that does not leave by itself, as a scheduler that hangs in a kernel, under the title of one."""
 VOCABULARY = 200
 STEP_S = 0.002
 
@@ -172,7 +172,7 @@ def main(words: list[str]) -> None:
             sys.exit("importlib.metadata.PackageNotFoundError: No package metadata was found for sglang")
         sys.stdout.write(version)
         return
-    subprocess.Popen([sys.executable, "-S", "-E", "-c", CHILD], start_new_session=True)
+    subprocess.Popen(["bash", "-c", CHILD], start_new_session=True)
     print("the stand-in reads its weights", flush=True)
     if mode == "dies" or (mode == "dies-plain" and "--speculative-num-steps" not in words):
         sys.exit("CUDA out of memory")

@@ -34,7 +34,7 @@ def plan_batches(
         for p in prompts
         if lengths[p.id] > longest
     ]
-    size = settings.batch_size
+    size = settings.part_size or settings.batch_size * (4 if settings.backend == "embedded" else 1)
     return [Batch(i // size, tuple(kept[i : i + size])) for i in range(0, len(kept), size)], rejected
 
 

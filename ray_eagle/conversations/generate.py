@@ -4,7 +4,7 @@ A batch is the unit of resume: its conversations are one atomic file, written by
 the prompts and settings alone, so a killed run goes on where it was and ends with the same conversations.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,7 +26,8 @@ from ray_eagle.pool import ActorPool, Member, this_node
 from ray_eagle.progress import Progress, Rate
 from ray_eagle.run import Folder, RunFolder
 from ray_eagle.stage import Outcome
-from ray_eagle.target.generation import eos_ids, generate_batch
+from ray_eagle.target.attention import group_queries
+from ray_eagle.target.generation import Decoder, Request, eos_ids
 from ray_eagle.target.loading import TargetFacts, load_model, load_tokenizer
 
 CUT_SHORT = 1000
@@ -42,10 +43,15 @@ class Generator:
         self.seed = seed
         self.tokenizer = load_tokenizer(facts, target)
         self.model = load_model(facts, target, torch.device("cuda" if settings.gpus else "cpu"))
+        group_queries(self.model)
         self.eos = eos_ids(self.model, self.tokenizer)
         # a repetition penalty of the model's own would make another text than the teacher's and the server's
         self.model.generation_config = GenerationConfig()
         self.context = facts.max_position_embeddings
+        self.decoder = Decoder(
+            self.model, eos=self.eos, slots=settings.batch_size, max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature, top_p=settings.top_p,
+        )  # fmt: skip
 
     def ready(self) -> str:
         return this_node()
@@ -55,29 +61,22 @@ class Generator:
 
         A batch cannot be taken apart, so nothing is ever left out (`without` is the pool's).
         """
-        chats = [
-            TokenChat(prompt, self.settings, self.tokenizer, frozenset(self.eos), self.context)
-            for prompt in batch.prompts
-        ]
-        for turn in range(max(len(prompt.turns) for prompt in batch.prompts)):
-            asked = [(chat, chat.ask(turn)) for chat in chats if turn < len(chat.prompt.turns)]
-            active = [(chat, ids) for chat, ids in asked if ids is not None]
-            if not active:
-                continue
-            answers = generate_batch(
-                self.model,
-                [ids for _, ids in active],
-                eos=self.eos,
-                pad=self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.eos[0],
-                max_new_tokens=self.settings.max_new_tokens,
-                temperature=self.settings.temperature,
-                top_p=self.settings.top_p,
-                seed=self.seed * 1_000_003 + batch.index * 101 + turn,
-            )
-            for (chat, ids), answer in zip(active, answers, strict=True):
-                chat.add(turn, ids, answer.ids, answer.finish_reason)
+        chats = [TokenChat(p, self.settings, self.tokenizer, frozenset(self.eos), self.context) for p in batch.prompts]
+        waiting: deque[Request] = deque()
+        for chat in chats:
+            self._ask(chat, 0, waiting)
+        for request, answer in self.decoder.run(waiting):
+            chat, turn = request.owner
+            chat.add(turn, request.ids, answer.ids, answer.finish_reason)
+            self._ask(chat, turn + 1, waiting)
         made = [chat.made() for chat in chats]
         return [row for kept, _ in made for row in kept], [row for _, rejected in made for row in rejected]
+
+    def _ask(self, chat: TokenChat, turn: int, waiting: deque[Request]) -> None:
+        """Have the next answer of a conversation written, unless it is over."""
+        ids = chat.ask(turn) if turn < len(chat.prompt.turns) else None
+        if ids is not None:
+            waiting.append(Request(ids, (chat, turn), f"{self.seed} {chat.prompt.id} {turn}"))
 
 
 def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress) -> Outcome:

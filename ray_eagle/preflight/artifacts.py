@@ -18,6 +18,7 @@ from ray_eagle.drafter.checkpoint import (
     read_header,
     read_tensor,
 )
+from ray_eagle.preflight.estimate import human_bytes
 from ray_eagle.preflight.report import Finding
 from ray_eagle.target.layers import layer_readings
 from ray_eagle.target.loading import TargetFacts, choose_dtype, load_tokenizer
@@ -144,13 +145,16 @@ def check_given_drafter(path: str, facts: TargetFacts) -> list[Finding]:
         layers=facts.layers,
         where=folder / "config.json",
     )
+    weights = folder / WEIGHTS
+    dtypes = sorted({dtype for dtype, _ in read_header(weights).values() if dtype in FLOAT_DTYPES})
+    size = f"{human_bytes(weights.stat().st_size)}, {' and '.join(dtypes)}"
     if shape.draft_vocab_size < shape.vocab_size:  # a drafter that says every token may come without a map
         check_map(read_tensor(folder / WEIGHTS, "d2t"), read_tensor(folder / WEIGHTS, "t2d"), folder)
     findings = [
         Finding(
             level="ok",
             check="drafter",
-            message=f"{folder}: all tensors present, fits the target; {shape.draft_vocab_size} draft tokens; "
+            message=f"{folder}: all tensors present ({size}), fits the target; {shape.draft_vocab_size} draft tokens; "
             f"RoPE {_rope_words(shape.rope_parameters)} (the target: {_rope_words(facts.rope_parameters)}).",
         )
     ]

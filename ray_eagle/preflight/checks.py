@@ -11,6 +11,9 @@ from ray_eagle.conversations.inputs import count_rows
 from ray_eagle.errors import EagleError
 from ray_eagle.preflight import artifacts, machine, servers
 from ray_eagle.preflight.estimate import estimate_run, human_bytes
+from ray_eagle.preflight.gpus import check_gpus
+from ray_eagle.preflight.kernels import check_kernels
+from ray_eagle.preflight.node import NodeFacts, look
 from ray_eagle.preflight.report import Estimate, Finding, PreflightReport
 from ray_eagle.run import RunFolder
 from ray_eagle.target.loading import TargetFacts, choose_dtype, read_facts
@@ -54,7 +57,7 @@ class _Checks:
                 self._guard("servers", lambda: servers.check_servers(config.generate, facts))
         self._guard("environment", lambda: machine.check_environment(os.environ))
         self._guard("port", lambda: machine.check_port(config.serve))
-        self._guard("GPUs", self._gpus)
+        self._guard("GPUs", self._nodes)
         self._guard("CPUs", self._cpus)
         self._guard("host memory", self._memory)
         self._guard("prompts", self._cost)
@@ -88,20 +91,34 @@ class _Checks:
         findings, self.weights = artifacts.check_weights(self.facts)
         return findings
 
-    def _gpus(self) -> list[Finding]:
+    def _nodes(self) -> list[Finding]:
+        """GPUs and who is on them, kernels, versions and temporary disk of every node."""
         asked, stages = machine.gpu_demand(self.config)
-        if not self.connected:
-            return machine.check_gpus({"": machine.list_gpus()}, asked, stages)
-        answers = cluster.on_every_node(machine.list_gpus)
+        serve, here = (
+            self.config.serve,
+            any(stage != "serve" or self.config.serve.engine == "reference" for stage in stages),
+        )
+        if self.connected:
+            answers = cluster.on_every_node(look, cluster.live_jobs(), serve, here)
+        else:
+            answers = [cluster.NodeAnswer("", look(frozenset(), serve, here))]
         self.nodes = len(answers)
-        silent = [
+        findings = [
             Finding(
                 level="warning", check="GPUs", message=f"{a.node}: {a.error}.", fix="Check that ray_eagle runs there."
             )
             for a in answers
             if a.error
         ]
-        return silent + machine.check_gpus({a.node: a.value for a in answers if not a.error}, asked, stages)
+        nodes: dict[str, NodeFacts] = {a.node: a.value for a in answers if not a.error}
+        findings += check_gpus({name: node.gpus for name, node in nodes.items()}, asked, stages)
+        for name, node in nodes.items():
+            found = {gpu.reading.capability: gpu.reading.name for gpu in node.gpus.gpus}
+            for facts in node.kernels:
+                findings += check_kernels(f"{name}: " if name else "", facts, found, node.gpus.driver.cuda)
+        versions = {"": cluster.versions()} | {name: node.versions for name, node in nodes.items()}
+        free = {name or "here": node.free_bytes for name, node in nodes.items()}
+        return findings + machine.check_nodes(free, versions, self.config.preflight.min_free_gib)
 
     def _cpus(self) -> list[Finding]:
         threads = machine.cpu_threads()

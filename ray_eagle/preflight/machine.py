@@ -1,10 +1,10 @@
-"""What the machine has: disk, memory, CPUs, GPUs and who uses them, ports. Ends nothing, touches no CUDA."""
+"""What the machine has: disk, memory, CPUs, ports, versions. Ends nothing, touches no CUDA."""
 
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from ray_eagle.config import Config, ServeConfig
@@ -14,79 +14,7 @@ from ray_eagle.run import Folder
 
 GIB = 1 << 30
 SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
-
-
-@dataclass(frozen=True)
-class GpuProcess:
-    pid: int
-    name: str
-    bytes: int | None
-    """GPU memory; None where the driver does not say."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    index: int
-    name: str
-    used: int
-    total: int
-    processes: tuple[GpuProcess, ...]
-
-
-def list_gpus() -> list[Gpu]:
-    """The GPUs of this machine and their compute processes, from the driver (NVML); none without a driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        gpus = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            processes = tuple(GpuProcess(p.pid, _process_name(p.pid), p.usedGpuMemory) for p in running)
-            name = pynvml.nvmlDeviceGetName(handle)
-            text = name.decode() if isinstance(name, bytes) else name
-            gpus.append(Gpu(index, text, memory.used, memory.total, processes))
-        return gpus
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _process_name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:  # of another user's namespace, or just ended
-        return "unknown"
-
-
-def check_gpus(gpus: Mapping[str, list[Gpu]], asked: float, stages: list[str]) -> list[Finding]:
-    """`gpus`: node -> its GPUs; `asked`: the most that a stage of `stages` needs at a time. Ends nothing."""
-    findings = []
-    for node, listed in gpus.items():
-        for gpu in listed:
-            held = [f"pid {p.pid} {p.name} {human_bytes(p.bytes) if p.bytes else 'unknown'}" for p in gpu.processes]
-            where = f"{node} GPU {gpu.index}" if node else f"GPU {gpu.index}"
-            message = f"{where}, {gpu.name}: {human_bytes(gpu.used)} of {human_bytes(gpu.total)} used"
-            findings.append(
-                Finding(
-                    level="warning" if held else "ok",
-                    check="GPUs",
-                    message=f"{message} by {'; '.join(held)}." if held else f"{message}, no process on it.",
-                    fix="Leave them, or end them yourself if nobody needs them; preflight never does." if held else "",
-                )
-            )
-    count = sum(len(listed) for listed in gpus.values())
-    if count < asked:
-        message = f"{', '.join(stages)} ask for {asked:g} at the same time, found {count}."
-        fix = "Run on machines with GPUs, or set the gpus of these stages to 0 (train.use_gpu to false)."
-        findings.append(Finding(level="error", check="GPUs", message=message, fix=fix))
-    elif not count:
-        findings.append(Finding(level="ok", check="GPUs", message="none, and no stage asks for one."))
-    return findings
+TEMPORARY = Path(tempfile.gettempdir())
 
 
 def gpu_demand(config: Config) -> tuple[float, list[str]]:
@@ -144,6 +72,25 @@ def check_disk(run: Folder, needed: int, min_free_gib: float) -> list[Finding]:
         fix = "Put `run` on a larger disk, or lower generate.limit or extract.max_length."
         return [Finding(level="error", check="disk", message=message, fix=fix)]
     return [Finding(level="ok", check="disk", message=message)]
+
+
+def check_nodes(
+    free: Mapping[str, int], versions: Mapping[str, Mapping[str, str]], min_free_gib: float
+) -> list[Finding]:
+    """`free`: node -> bytes left on its temporary disk; `versions`: of what decides a result, this process's under ``."""
+    findings = []
+    for node, count in free.items():
+        if count < min_free_gib * GIB:
+            message = f"{node}: {human_bytes(count)} free at {TEMPORARY}, where Ray spills and kernels are cached."
+            fix = "Free some, or start Ray with another --temp-dir."
+            findings.append(Finding(level="warning", check="node disk", message=message, fix=fix))
+    here = versions[""]
+    for node, there in versions.items():
+        if others := [f"{name} {there[name]} (here {here[name]})" for name in here if there[name] != here[name]]:
+            message = f"{node}: other versions than here: {', '.join(others)}."
+            fix = "Install the same on every node: results depend on them."
+            findings.append(Finding(level="warning", check="versions", message=message, fix=fix))
+    return findings
 
 
 def available_memory() -> int:

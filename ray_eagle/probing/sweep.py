@@ -27,6 +27,7 @@ from ray_eagle.probing.reports import (
     context_notes,
     differences_from,
     evenly,
+    first_difference,
     mean_context,
     timing,
 )
@@ -138,8 +139,7 @@ def run_sweep(
     differing: dict[Speculation, list[Difference]] = {setting: [] for setting in settings}
     if not temperature:
         pairs = {setting: (speculative[setting, first], plain[first]) for setting in settings}
-        parted = sorted({i for s, p in pairs.values() for i in p if p[i].tokens != s[i].tokens})
-        gaps = plainly.decode(prompts, parted, 1, {**request, "gaps": True}, None)
+        gaps = _gaps(client, prompts, list(pairs.values()))
         for setting, (made, reference) in pairs.items():
             differing[setting] = differences_from(prompts, _in_order(made, len(prompts)), reference, gaps)
     plainly.finish()
@@ -164,17 +164,16 @@ def run_sweep(
         faults=_faults(differing),
         greedy=not temperature,
     )
-    return report.model_copy(
-        update={
-            "topk": best.topk,
-            "draft_tokens": best.draft_tokens,
-            "concurrency": first,
-            "temperature": temperature,
-            "engine": f"{told.name} {told.version}".strip(),
-            "sweep": rows,
-            "notes": [*report.notes, *_best_notes(rows)],
-        }
-    )
+    decoded = {
+        "topk": best.topk,
+        "draft_tokens": best.draft_tokens,
+        "concurrency": first,
+        "temperature": temperature,
+        "engine": f"{told.name} {told.version}".strip(),
+        "sweep": rows,
+        "notes": [*report.notes, *_best_notes(rows)],
+    }
+    return report.model_copy(update=decoded)
 
 
 def run_breakeven_sweep(
@@ -192,17 +191,17 @@ def run_breakeven_sweep(
     """R of each setting at each concurrency, all prompts each time (at least two batches). Raises as `run_sweep`."""
     _need(prompts, settings, concurrencies)
     settings = list(dict.fromkeys(settings))
-    numbers = {c: list(range(max(len(prompts), 1))) for c in concurrencies}
-    tick = _Ticker(progress, (len(settings) + 1) * sum(map(len, numbers.values())))
+    numbers = list(range(len(prompts)))
+    tick = _Ticker(progress, (len(settings) + 1) * len(concurrencies) * len(numbers))
     request = {"max_new_tokens": max_new_tokens}
     speculative: dict[tuple[Speculation, int], Replies] = {}
     for setting in settings:
         phase = _Phase(client, setting, max(concurrencies))
         for c in concurrencies:
-            speculative[setting, c] = phase.decode(prompts, numbers[c], c, request, tick)
+            speculative[setting, c] = phase.decode(prompts, numbers, c, request, tick)
         phase.finish()
     plainly = _Phase(client, None, max(concurrencies))
-    plain = {c: plainly.decode(prompts, numbers[c], c, request, tick) for c in concurrencies}
+    plain = {c: plainly.decode(prompts, numbers, c, request, tick) for c in concurrencies}
     plainly.finish()
     rows: list[BreakevenRow] = []
     for (setting, c), replies in speculative.items():
@@ -296,6 +295,21 @@ class _Ticker:
             passes = reply.passes
             note = f"acceptance length {1 + sum(p.accepted for p in passes) / len(passes):.2f}" if passes else ""
             self._progress(self._done, self._total, note)
+
+
+def _gaps(client: BatchClient, prompts: Sequence[ProbePrompt], pairs: Sequence[tuple[Replies, Replies]]) -> Replies:
+    """Plain answers again, up to the last first difference of each, with the gaps between their two best tokens."""
+    until: dict[int, int] = {}
+    for made, plain in pairs:
+        for number, reply in plain.items():
+            if made[number].tokens != reply.tokens:
+                until[number] = max(until.get(number, 0), first_difference(reply.tokens, made[number].tokens))
+    return {
+        number: client.decode(
+            prompts=[prompts[number].input_ids], max_new_tokens=index + 1, temperature=0.0, concurrency=1, gaps=True
+        )[0]
+        for number, index in sorted(until.items())
+    }
 
 
 def _row(setting: Speculation, c: int, replies: Replies, plain: Replies, bootstrap: Bootstrap) -> SweepRow:

@@ -6,6 +6,7 @@ from rich.text import Text
 
 from ray_eagle.hidden_states.forecast import Forecast
 from ray_eagle.preflight.estimate import human_bytes
+from ray_eagle.probing.acceptance import Acceptance
 from ray_eagle.report.model import Report
 
 COLOURS = {"serve": "green", "fine-tune": "yellow", "not-worth-it": "red", "broken": "red"}
@@ -141,3 +142,13 @@ def _interval(value: tuple[float, float] | None) -> str:
 
 def _share(value: float | None) -> str:
     return DASH if value is None else f"{value:.1%}"
+
+
+def prediction_line(found: Acceptance) -> str:
+    """What the walk over captured states found, in one sentence."""
+    low, high = found.interval
+    marginal = ", ".join(f"{p:.1%}" for p in found.marginal)
+    return (
+        f"predicted acceptance length {found.acceptance_length:.3f} [{low:.3f}, {high:.3f}] over {found.verify_passes} "
+        f"passes of {found.prompts} held-out prompts; at least 1, 2, ... drafts accepted: {marginal}"
+    )

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import ray
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ApplicationStatus, LoggingConfig
@@ -31,8 +31,10 @@ from ray_eagle.config import Config, ServeConfig, TargetConfig
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.errors import ConfigError, EagleError, InputError, ServingError
 from ray_eagle.probing.probe import ProbeReport
+from ray_eagle.serving import page
 from ray_eagle.serving.client import HandleClient
 from ray_eagle.serving.engine import EngineFacts
+from ray_eagle.serving.events import NDJSON, Emit, Progressed, Reported
 from ray_eagle.serving.messages import (
     ConfigureRequest,
     DecodeReply,
@@ -44,10 +46,12 @@ from ray_eagle.serving.messages import (
     ProbeRequest,
 )
 from ray_eagle.serving.replica import Replica
+from ray_eagle.serving.streaming import streamed
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
+PAGE = "page"
 Result = TypeVar("Result")
 
 
@@ -70,9 +74,9 @@ class _Metrics:
 
 
 def authorise(request: Request) -> None:
-    """401 unless the request carries the replica's bearer token, compared in constant time."""
+    """401 unless the request carries the replica's bearer token, compared in constant time. The page is open: it is empty."""
     token = serve.get_replica_context().servable_object.token
-    if token is None:
+    if token is None or request.scope["route"].name == PAGE:
         return
     given = request.headers.get("Authorization", "").removeprefix("Bearer ")
     if not hmac.compare_digest(given.encode(), token.encode()):
@@ -125,13 +129,34 @@ class Server:
             Replica, target, config, drafter_folder, random_shape, seed, on_reply=counted
         ).result()
 
-    @api.post("/generate")
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         return await self._queued(self._replica.generate, request)
 
-    @api.post("/probe")
-    async def probe(self, request: ProbeRequest) -> ProbeReport:
-        return await self._queued(self._replica.probe, request)
+    @api.get("/", name=PAGE)
+    async def page(self) -> HTMLResponse:
+        """A page to watch speculation on. It asks for the token itself."""
+        return HTMLResponse(page.html(), headers=page.HEADERS)
+
+    @api.post("/generate", response_model=None)
+    async def generate_over_http(self, request: GenerateRequest, http: Request) -> GenerateReply | StreamingResponse:
+        """One JSON object, or with `Accept: application/x-ndjson` a line for each verify pass."""
+        if NDJSON not in http.headers.get("Accept", ""):
+            return await self.generate(request)
+        return await streamed(self._thread, lambda emit: self._replica.stream(request, emit))
+
+    @api.post("/probe", response_model=None)
+    async def probe_over_http(self, request: ProbeRequest, http: Request) -> ProbeReport | StreamingResponse:
+        """A line for each prompt and the report as the last one, or with `Accept: application/json` the report alone."""
+        if "application/json" in http.headers.get("Accept", ""):
+            return await self._queued(self._replica.probe, request)
+
+        def work(emit: Emit) -> None:
+            def progress(done: int, total: int, note: str) -> None:
+                emit(Progressed(done=done, total=total, note=note))
+
+            emit(Reported(report=self._replica.probe(request, progress)))
+
+        return await streamed(self._thread, work)
 
     @api.post("/configure")
     async def configure(self, request: ConfigureRequest) -> EngineFacts:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -43,10 +44,12 @@ def free_port() -> int:
 class Child:
     """One running server. Not restarted: a new one is a new Child."""
 
-    def __init__(self, name: str, command: list[str], environment: Mapping[str, str], port: int) -> None:
+    def __init__(
+        self, name: str, command: list[str], environment: Mapping[str, str], port: int, essential: str = ""
+    ) -> None:
         """Starts the process at once; `await_healthy` waits for it. Ends what earlier replicas left on this machine.
 
-        Raises ServingError when the command cannot be run, or something of an earlier server cannot be ended.
+        `essential`: pattern of the command lines of processes that it cannot live without. Raises ServingError when the command cannot be run, or something of an earlier server cannot be ended.
         """
         folder = state_folder()
         try:
@@ -56,6 +59,8 @@ class Child:
                 f"{name}: an earlier server is in the way: {error}. End them, then start again."
             ) from None
         self.name, self.port = name, port
+        self._essential = re.compile(essential) if essential else None
+        self._members: dict[int, tuple[str, int | None]] = {}
         self.url = f"http://127.0.0.1:{port}"
         self.mark = f"{name}-{secrets.token_hex(6)}"
         self.log = folder / f"{self.mark}.log"
@@ -63,13 +68,15 @@ class Child:
         self._forget_old_logs(folder)
         self.log.write_text(f"$ {' '.join(command)}\n")
         self.pid = 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-E", "-s", "-S", supervisor.__file__, str(self._record), str(self.log), *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("ab"),
-            env={**environment, supervisor.MARK: self.mark, supervisor.KEEP_ENVIRONMENT: "1"},
-        )
+        words = [sys.executable, "-E", "-s", "-S", str(Path(supervisor.__file__).absolute())]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*words, str(self._record), str(self.log), *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**environment, supervisor.MARK: self.mark, supervisor.KEEP_ENVIRONMENT: "1"},
+            )
         assert self._process.stdout is not None
         word, _, pid = self._process.stdout.readline().decode().strip().partition(" ")
         if word != "started":
@@ -91,6 +98,7 @@ class Child:
             if not self.alive:
                 self._fail("ended before it was healthy")
             if self.healthy():
+                self._members = self._find_members()
                 return
             now = time.monotonic()
             if self.log.stat().st_size != size:
@@ -112,9 +120,13 @@ class Child:
         return good
 
     def check(self, hang_s: float, *, busy: bool) -> None:
-        """Raises ServingError when it is dead, or idle and without an answer for `hang_s`."""
+        """Raises ServingError when it, or a process that it needs, is dead, or it is idle and without an answer for
+        `hang_s`."""
         if not self.alive:
             raise ServingError(f"{self.name}: the server died{self._code()}.{self.tail()}")
+        for pid, (title, ticks) in self._members.items():
+            if supervisor.start_ticks(pid) != ticks:
+                raise ServingError(f"{self.name}: the server's process {title} ({pid}) died.{self.tail()}")
         if busy:
             self.last_sign = time.monotonic()  # requests have deadlines of their own
         elif time.monotonic() - self.last_sign < HEALTH_EVERY_S:
@@ -146,6 +158,12 @@ class Child:
         if left:
             raise ServingError(f"{self.name}: processes {sorted(left)} cannot be ended. End them: kill -9.")
         self._record.unlink(missing_ok=True)
+
+    def _find_members(self) -> dict[int, tuple[str, int | None]]:
+        if self._essential is None:
+            return {}
+        titles = {pid: supervisor.command_line(pid) for pid in supervisor.marked(self.mark, self.pid)}
+        return {pid: (t, supervisor.start_ticks(pid)) for pid, t in titles.items() if self._essential.match(t)}
 
     def _fail(self, what: str) -> None:
         code = self._code()

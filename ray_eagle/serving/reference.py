@@ -6,11 +6,10 @@ target's own argmax is kept, and the target's token after it (the bonus) comes f
 greedy decoding. A cycle is whole (take in, draft, verify), so cycle times compare with plain decode steps.
 """
 
-import inspect
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -29,8 +28,12 @@ from ray_eagle.errors import ConfigError, TargetError, explain
 from ray_eagle.serving.chain import DrafterChain, Drafting
 from ray_eagle.serving.engine import EngineFacts, Speculation, Work, check_prompt, need_one_drafter
 from ray_eagle.serving.generation import Generation, VerifyPass
+from ray_eagle.target.cache import cache_argument
 from ray_eagle.target.generation import eos_ids
 from ray_eagle.target.loading import TargetFacts, load_model, load_tokenizer, read_facts
+
+Listener = Callable[[VerifyPass, float], None]
+"""Called with each pass and its seconds; what it raises ends the answer."""
 
 
 class ReferenceEngine:
@@ -44,9 +47,7 @@ class ReferenceEngine:
         self.max_positions: int = model.config.get_text_config().max_position_embeddings
         self._embedding = model.get_input_embeddings()
         self._device = self._embedding.weight.device
-        # transformers is renaming the argument, one model after another
-        names = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in names else "past_key_values"
+        self._cache_argument = cache_argument(model)
         self._speculation: Speculation | None = None
         self._captured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
@@ -107,14 +108,20 @@ class ReferenceEngine:
         """It ends with its process."""
 
     @torch.inference_mode()
-    def plain(self, prompt_ids: Sequence[int], max_new_tokens: int, *, gaps: bool = False) -> Generation:
-        """One token a target forward. Raises InputError for a prompt that is empty or too long."""
+    def plain(
+        self, prompt_ids: Sequence[int], max_new_tokens: int, *, gaps: bool = False, listen: Listener | None = None
+    ) -> Generation:
+        """One token a target forward; `listen` hears of each as a pass without drafts.
+
+        Raises InputError for a prompt that is empty or too long.
+        """
         self._check(prompt_ids, max_new_tokens)
         clock = _Clock(self._device)
         cache = DynamicCache()
         logits_TV = self._logits(list(prompt_ids), cache, keep=1)
         tokens, apart = [int(logits_TV[-1].argmax())], [self._gap(logits_TV[-1])] if gaps else []
         prefill_seconds = clock.lap()
+        clock.tell(listen, VerifyPass(len(prompt_ids) - 2, [], 0, tokens[0]), prefill_seconds)
         laps: list[float] = []
         while self._unfinished(tokens, max_new_tokens):
             logits_TV = self._logits(tokens[-1:], cache)
@@ -122,12 +129,16 @@ class ReferenceEngine:
             if gaps:
                 apart.append(self._gap(logits_TV[-1]))
             laps.append(clock.lap())
+            clock.tell(listen, VerifyPass(len(prompt_ids) + len(tokens) - 3, [], 0, tokens[-1]), laps[-1])
         made = self._generation(tokens, [], max_new_tokens, prefill_seconds, laps)
         return replace(made, gaps=apart[: len(made.tokens)])
 
     @torch.inference_mode()
-    def speculate(self, prompt_ids: Sequence[int], max_new_tokens: int, steps: int) -> Generation:
-        """`steps` draft tokens a cycle (fewer only where the target's context ends).
+    def speculate(
+        self, prompt_ids: Sequence[int], max_new_tokens: int, steps: int, *, listen: Listener | None = None
+    ) -> Generation:
+        """`steps` draft tokens a cycle (fewer only where the target's context ends). `listen` hears of each pass as it is
+        made, and first of the prefill's token, as a pass without drafts; its own time is not counted.
 
         Raises InputError for a prompt that is empty or too long, ConfigError without a drafter or for steps < 1.
         """
@@ -147,6 +158,7 @@ class ReferenceEngine:
             chain.extend(aux_TC[:-1], sequence[1:first])
         aux_TC = aux_TC[-1:]
         prefill_seconds = clock.lap()
+        clock.tell(listen, VerifyPass(first - 2, [], 0, sequence[-1]), prefill_seconds)
         passes: list[VerifyPass] = []
         laps: list[float] = []
         while self._unfinished(sequence[first:], max_new_tokens):
@@ -161,6 +173,7 @@ class ReferenceEngine:
             passes.append(VerifyPass(start, drafted, accepted, verified[accepted]))
             sequence += verified[: accepted + 1]
             laps.append(clock.lap())
+            clock.tell(listen, passes[-1], laps[-1])
         return self._generation(sequence[first:], passes, max_new_tokens, prefill_seconds, laps)
 
     def _forward(self, tokens: list[int], cache: DynamicCache, keep: int = 0) -> list[int]:
@@ -281,3 +294,9 @@ class _Clock:
             torch.cuda.synchronize(self._device)
         before, self._mark = self._mark, time.perf_counter()
         return self._mark - before
+
+    def tell(self, listen: Listener | None, made: VerifyPass, seconds: float) -> None:
+        """What a listener does with a pass belongs to no lap."""
+        if listen:
+            listen(made, seconds)
+            self.lap()

@@ -19,7 +19,8 @@ from ray_eagle.probing.probe import ProbePrompt, ProbeReport, Progress
 from ray_eagle.probing.sweep import probe_with
 from ray_eagle.serving.engine import EngineFacts, Speculation, Work
 from ray_eagle.serving.engines import load_engine
-from ray_eagle.serving.generation import Generation
+from ray_eagle.serving.events import Emit, Narrator, Replied, Started
+from ray_eagle.serving.generation import Generation, VerifyPass
 from ray_eagle.serving.messages import (
     ConfigureRequest,
     DecodeReply,
@@ -31,7 +32,7 @@ from ray_eagle.serving.messages import (
     ProbeRequest,
     PromptSource,
 )
-from ray_eagle.serving.reference import ReferenceEngine
+from ray_eagle.serving.reference import Listener, ReferenceEngine
 from ray_eagle.target.loading import load_tokenizer
 
 
@@ -69,11 +70,42 @@ class Replica:
             )
         return self._replies([tokens], self._engine.generate([Work(tokens, request.max_new_tokens)]))[0]
 
-    def one(self, input_ids: list[int], max_new_tokens: int, steps: int, plain: bool) -> GenerateReply:
+    def stream(self, request: GenerateRequest, emit: Emit) -> None:
+        """`generate` as lines, pass by pass where the engine is in this process. Raises as `generate`, and what `emit` does."""
+        tokens, engine = self._tokens(request), self._engine
+        if isinstance(engine, ReferenceEngine):
+            narrator = Narrator(self._tokenizer, tokens, request.max_new_tokens, engine.eos_ids)
+            begun = False
+
+            def listen(made: VerifyPass, seconds: float) -> None:
+                nonlocal begun
+                if not begun:  # not before the engine took the prompt: until then an error is an answer of its own
+                    emit(Started(prompt_length=len(tokens), live=True))
+                    begun = True
+                emit(narrator.tell(made, seconds))
+
+            steps = request.steps or self._serve.steps
+            emit(Replied(reply=self.one(tokens, request.max_new_tokens, steps, request.plain, listen)))
+            return
+        reply = self.generate(request)
+        narrator = Narrator(self._tokenizer, tokens, len(reply.tokens))
+        emit(Started(prompt_length=len(tokens), live=False))
+        emit(narrator.tell(VerifyPass(len(tokens) - 2, [], 0, reply.tokens[0]), reply.prefill_seconds))
+        passes = reply.passes or [VerifyPass(-1, [], 0, token) for token in reply.tokens[1:]]
+        for made in passes:
+            emit(narrator.tell(made, reply.decode_seconds / len(passes)))
+        emit(Replied(reply=reply))
+
+    def one(
+        self, input_ids: list[int], max_new_tokens: int, steps: int, plain: bool, listen: Listener | None = None
+    ) -> GenerateReply:
         """One answer of the reference engine, which switches between both ways for free."""
         engine = self._engine
         assert isinstance(engine, ReferenceEngine)
-        made = engine.plain(input_ids, max_new_tokens) if plain else engine.speculate(input_ids, max_new_tokens, steps)
+        if plain:
+            made = engine.plain(input_ids, max_new_tokens, listen=listen)
+        else:
+            made = engine.speculate(input_ids, max_new_tokens, steps, listen=listen)
         return self._replies([input_ids], [made])[0]
 
     def configure(self, request: ConfigureRequest) -> EngineFacts:

@@ -52,6 +52,8 @@ class Dialect(Protocol):
     name: str
     path: str
     """Where it takes requests for tokens."""
+    essential: str
+    """Pattern of the titles of the processes that it cannot live without."""
 
     def environment(self) -> dict[str, str]:
         """Of its process."""
@@ -111,7 +113,7 @@ class ServerEngine:
             port = free_port()
             try:
                 command = self._dialect.command(port, speculation, self._drafter)
-                child = Child(self._dialect.name, command, self._dialect.environment(), port)
+                child = Child(self._dialect.name, command, self._dialect.environment(), port, self._dialect.essential)
                 child.await_healthy(self._config.start_s, self._config.hang_s)
             except EagleError as error:
                 self._failed = str(error)
@@ -159,8 +161,16 @@ class ServerEngine:
         if self._failed:
             raise ServingError(self._failed)
         child = self._child
-        if child:
+        if child is None:
+            return
+        try:
             child.check(self._config.hang_s, busy=self._gate.busy)
+        except ServingError as error:
+            if self._child is not child:  # restarted meanwhile
+                return
+            self._failed = str(error)
+            child.stop()  # half a server still holds its memory, and keeps requests waiting
+            raise
 
     def close(self) -> None:
         """Stop the server and forget the scratch files."""

@@ -22,6 +22,7 @@ class SGLang:
     """`Dialect` of SGLang's own server."""
 
     name = "sglang"
+    essential = "^sglang::"
     path = "/generate"
 
     def __init__(self, config: ServeConfig, models: Models) -> None:

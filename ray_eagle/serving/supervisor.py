@@ -60,6 +60,14 @@ def session_of(pid: int) -> int | None:
     return int(fields[3]) if fields and fields[0] != "Z" else None
 
 
+def command_line(pid: int) -> str:
+    """Of a live process, words joined by blanks; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def end_processes(find: Callable[[], set[int]], first: int | None, grace_s: float, limit_s: float = 20) -> set[int]:
     """TERM to the process `first`, KILL for all that `find` returns after `grace_s`; what is left after `limit_s`.
 
@@ -93,6 +101,8 @@ def end_stale(folder: Path) -> list[str]:
     for path in sorted(folder.glob("*.json")):
         try:
             record = json.loads(path.read_text())
+            if record["processes"] != _namespace():
+                continue  # of a container that shares this folder, but not its processes
             mark, replica = record["mark"], record["replica"]
             session, started = record["server"], record["server_started"]
             owner_lives = start_ticks(replica) == record["replica_started"]
@@ -109,6 +119,11 @@ def end_stale(folder: Path) -> list[str]:
             ended.append(mark)
         path.unlink(missing_ok=True)
     return ended
+
+
+def _namespace() -> str:
+    """Which set of process numbers these are."""
+    return str(Path("/proc/self/ns/pid").readlink())
 
 
 def _pids() -> list[int]:
@@ -181,6 +196,7 @@ def supervise(mark: str, record: Path, log: Path, command: list[str]) -> int:
         )
     written = {
         "mark": mark,
+        "processes": _namespace(),
         "replica": replica,
         "replica_started": start_ticks(replica),
         "supervisor": me,

@@ -47,6 +47,7 @@ class VLLM:
     """`Dialect` of vLLM's OpenAI server."""
 
     name = "vllm"
+    essential = "^VLLM::"
     path = "/v1/completions"
 
     def __init__(self, config: ServeConfig, models: Models) -> None:

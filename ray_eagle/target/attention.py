@@ -19,6 +19,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from ray_eagle.errors import TargetError
 
 PACKED = "eagle_packed"
+GROUPED = "eagle_grouped"
 CAUSAL = (-1, 0)
 FLASH_HEAD_DIM = 256
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -32,6 +33,49 @@ def register_packed_attention() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(PACKED, packed_attention)
+
+
+def group_queries(model: Any) -> None:
+    """Let a model that was loaded with `sdpa` decode without copying its keys and values for each query head; else nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    if model.config._attn_implementation == "sdpa" and packed_attention_fits(model.config) is None:
+        AttentionInterface.register(GROUPED, grouped_attention)
+        AttentionMaskInterface.register(GROUPED, sdpa_mask)
+        model.set_attn_implementation(GROUPED)
+
+
+def grouped_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Output [B, Q, heads, value dim], in transformers' calling convention: the query heads of a key head as its queries.
+
+    `query` is [B, heads, Q, E], `key` and `value` [B, kv heads, T, E or value dim]; the mask knows the window. Raises
+    TargetError for what it cannot compute.
+    """
+    if unknown := sorted(name for name, given in more.items() if given is not None and name not in HARMLESS):
+        raise _cannot(module, f"it passes {', '.join(unknown)} to its attention")
+    batch, heads, queries, _ = query.shape
+    groups = key.shape[1]
+    if queries == 1 and groups < heads:
+        folded = query.view(batch, groups, heads // groups, -1)
+        output = scaled_dot_product_attention(folded, key, value, attention_mask, dropout, scale=scaling)
+        return output.reshape(batch, 1, heads, -1), None
+    causal = queries > 1 and attention_mask is None and is_causal is not False
+    output = scaled_dot_product_attention(
+        query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=groups < heads
+    )
+    return output.transpose(1, 2), None
 
 
 def document_arguments(bounds_N1: Tensor, longest: int) -> dict[str, Any]:

@@ -8,7 +8,6 @@ the matrix products themselves, so no partial sum is ever rounded to 16 bits.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ray_eagle.drafter.model import Drafter
@@ -234,4 +233,5 @@ def padded(x_NI: Tensor) -> Tensor:
     if x_NI.device.type != "cpu" or x_NI.dtype not in (torch.bfloat16, torch.float16):
         return x_NI
     unit = max(PADDED_ROWS, 1 << max(0, len(x_NI).bit_length() - 4))
-    return F.pad(x_NI, (0, 0, 0, -len(x_NI) % unit))
+    more = -len(x_NI) % unit
+    return torch.cat([x_NI, x_NI.new_zeros(more, x_NI.shape[1])]) if more else x_NI

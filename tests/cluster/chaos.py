@@ -220,7 +220,14 @@ def prepare(machines: Machines, folder: Path, conversations: int) -> None:
     config = tiny_config(
         folder,
         folder / "target",
-        generate={"max_new_tokens": 8, "batch_size": 64, "held_out_share": 0.0, "validation_share": 0.1, "actors": 2},
+        generate={
+            "max_new_tokens": 8,
+            "batch_size": 64,
+            "part_size": 64,
+            "held_out_share": 0.0,
+            "validation_share": 0.1,
+            "actors": 2,
+        },
         extract={"unit_mib": 0.04, "tokens_per_batch": 32},
     )
     (folder / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))

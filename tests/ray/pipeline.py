@@ -42,7 +42,8 @@ def tiny_config(folder: Path, target: Path, **sections: dict[str, Any]) -> Confi
         "generate": {
             "prompts": str(prompts),
             "max_new_tokens": 16,
-            "batch_size": 10,
+            "batch_size": 4,
+            "part_size": 10,
             "held_out_share": 0.2,
             "validation_share": 0.2,
             "near_duplicate": 0.9,

@@ -178,7 +178,8 @@ def test_a_probe_reports_every_pass(app: HandleClient, http: HttpClient, engine:
     notes: list[tuple[int, int, str]] = []
     report = run_probe(app, PROMPTS, **options, progress=lambda *note: notes.append(note))
     body = {"prompts": [prompt.model_dump() for prompt in PROMPTS], **options}
-    response = httpx.post(f"{app.url}/probe", json=body, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
+    headers = {"Authorization": f"Bearer {TOKEN}", "Accept": "application/json"}
+    response = httpx.post(f"{app.url}/probe", json=body, headers=headers, timeout=60)
     served = ProbeReport.model_validate(response.json())
     by_http = run_probe(http, PROMPTS, **options)
 
@@ -209,7 +210,8 @@ def test_a_probe_without_complete_passes_says_what_to_change(app: HandleClient) 
     with pytest.raises(InputError, match="max_new_tokens"):
         run_probe(app, PROMPTS, steps=5, max_new_tokens=3, plain_prompts=2)
     body = {"prompts": [{"id": "a", "input_ids": [1]}], "steps": 5, "max_new_tokens": 3}
-    response = httpx.post(f"{app.url}/probe", json=body, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
+    headers = {"Authorization": f"Bearer {TOKEN}", "Accept": "application/json"}
+    response = httpx.post(f"{app.url}/probe", json=body, headers=headers, timeout=60)
     assert response.status_code == 400
     assert "max_new_tokens" in response.json()["error"]
     with pytest.raises(InputError, match="at least one prompt"):

@@ -1,6 +1,7 @@
 """The sglang engine in the Serve app, on a stand-in for its server: restarts, refusals, and nothing left behind."""
 
 import contextlib
+import io
 import os
 import signal
 import time
@@ -10,17 +11,21 @@ from typing import Any
 
 import pytest
 from ray import serve
+from rich.console import Console
 
 from ray_eagle.config import Config
 from ray_eagle.drafter.checkpoint import save_drafter
 from ray_eagle.errors import InputError, ServingError
 from ray_eagle.probing.reports import ProbePrompt
 from ray_eagle.probing.sweep import probe_with
+from ray_eagle.report.model import build_report
+from ray_eagle.report.table import render
 from ray_eagle.serving import supervisor
 from ray_eagle.serving.app import deployed
 from ray_eagle.serving.child import free_port
 from ray_eagle.serving.client import HttpClient
 from ray_eagle.serving.engine import Speculation
+from tests.ray.pipeline import Watch, pipeline, start_after_generate, tiny_config
 from tests.standin import expected_passes, plain_answer, write_interpreter
 from tests.tiny import tiny_drafter, tiny_shape
 
@@ -132,6 +137,33 @@ def test_a_sweep_over_settings_and_concurrencies(target_folder: Path, drafter_fo
     assert report.plain_identical_share == 1 and report.differences == [] and report.engine == "sglang 0.5.17"
     assert report.verdict == "serve" and "--speculative-num-steps" in " ".join(report.reasons)
     assert [note[:2] for note in notes] == [(i + 1, 52) for i in range(52)]
+
+
+def test_the_stages_measure_on_it(generated: Path, drafter_folder: Path, tmp_path: Path, target_folder: Path) -> None:
+    folder = start_after_generate(generated, tmp_path / "given")
+    serving = settings(target_folder, tmp_path).serve.model_dump()
+    config = tiny_config(
+        folder,
+        target_folder,
+        serve=serving,
+        drafter={"path": str(drafter_folder)},
+        probe={"steps": 2, "sweep": [{"steps": 1}], "concurrencies": [1, 2], "max_new_tokens": 16, "resamples": 50},
+        breakeven={"steps": [2], "concurrencies": [1, 2], "prompts": 2, "max_new_tokens": 12},
+    )
+    watch = Watch()
+    pipe = pipeline(config, watch)
+    pipe.stage("breakeven")
+    pipe.stage("probe-given")
+    report = build_report(config, pipe.run)
+    assert report.break_even_before_training.keys() == {2}
+    assert any("at concurrency 1 you need" in line and "at 2 you need" in line for line in watch.said)
+    assert {(row.steps, row.concurrency) for row in report.sweep} == {(2, 1), (2, 2), (1, 1), (1, 2)}
+    assert report.engine == "sglang 0.5.17" and report.plain_identical_share == 1
+    assert report.verdict == "serve" and f"--speculative-num-steps {report.steps}" in " ".join(report.reasons)
+    assert any("mean context" in note for note in report.notes)
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(render(report))
+    assert "Every setting measured" in shown.getvalue()
 
 
 def test_a_server_that_dies_at_start_is_explained_by_its_log(

@@ -1,9 +1,13 @@
 """Preflight on real folders that are damaged on the spot, real sockets and real processes; estimates by hand."""
 
 import json
+import math
 import os
+import resource
 import shutil
 import socket
+import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +18,18 @@ from safetensors.torch import load_file, save_file
 
 from ray_eagle.config import PRESETS, Config
 from ray_eagle.conversations.inputs import count_rows
-from ray_eagle.drafter.checkpoint import save_drafter
+from ray_eagle.drafter.checkpoint import save_drafter, sglang_config
+from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.preflight import machine
-from ray_eagle.preflight.artifacts import Weights
+from ray_eagle.preflight.artifacts import Weights, check_given_drafter
 from ray_eagle.preflight.checks import run_checks
 from ray_eagle.preflight.estimate import estimate_run, human_bytes
+from ray_eagle.preflight.gpus import check_gpus
 from ray_eagle.preflight.report import Finding, PreflightReport
 from ray_eagle.run import Origin, RunFolder
 from ray_eagle.settings import load_config
 from ray_eagle.target.layers import SGLANG_BEFORE, SGLANG_SINCE, layer_readings
+from ray_eagle.target.loading import TargetFacts
 from tests.tiny import VOCAB, tiny_drafter, tiny_shape
 
 
@@ -346,22 +353,18 @@ def test_gpus_asked_for_where_there_are_none_are_an_error() -> None:
     config = load_config(flags=["--extract.gpus", "1", "--extract.actors", "2", "--train.use_gpu", "true"]).config
     asked, stages = machine.gpu_demand(config)
     assert (asked, stages) == (2, ["extract", "train"])
-    (error,) = machine.check_gpus({"": []}, asked, stages)
+    (error,) = check_gpus({}, asked, stages)
     assert error.level == "error"
     assert "extract, train ask for 2 at the same time, found 0" in error.message
-    (fine,) = machine.check_gpus({"": []}, 0, [])
-    assert fine.level == "ok"
 
 
-def test_gpu_processes_are_reported_and_left_alone() -> None:
-    zombie = machine.GpuProcess(os.getpid(), "ray::Zombie", 81_000_000_000)
-    gpus = [
-        machine.Gpu(0, "H200", 81_500_000_000, 141_000_000_000, (zombie,)),
-        machine.Gpu(1, "H200", 500_000_000, 141_000_000_000, ()),
-    ]
-    held, free = machine.check_gpus({"node-a": gpus}, 2, ["extract"])
-    assert (held.level, free.level) == ("warning", "ok")
-    assert f"node-a GPU 0, H200: 81.5 GB of 141 GB used by pid {os.getpid()} ray::Zombie 81 GB." in held.message
+def test_nodes_that_differ_from_here_or_are_full_are_warnings() -> None:
+    here = {"ray": "2.60.0", "torch": "2.13.0"}
+    versions = {"": here, "a": here, "b": here | {"torch": "2.11.0"}}
+    full, other = machine.check_nodes({"a": 10 << 30, "b": 1}, versions, 1.0)
+    assert (full.level, other.level) == ("warning", "warning")
+    assert full.message.startswith("b: 1 B free at ")
+    assert other.message == "b: other versions than here: torch 2.11.0 (here 2.13.0)."
 
 
 def test_more_cpus_than_ray_counts_are_an_error(target: Path, tmp_path: Path) -> None:
@@ -410,3 +413,74 @@ def test_connected_checks_ask_every_node(
     assert error.check == "run folder"
     report = check(settings(target, tmp_path / "run", "--extract.actors", "5"), connected=True)
     assert "Ray counts 4" in bad(report)[0].message
+
+
+def kimi_drafter(folder: Path) -> DrafterShape:
+    """A drafter of the founding case's size as a sparse file: header and map are real, the 2.4 GB between them a hole."""
+    shape = DrafterShape(
+        hidden_size=7168,
+        intermediate_size=18432,
+        num_attention_heads=64,
+        num_key_value_heads=64,
+        head_dim=128,
+        vocab_size=163_840,
+        draft_vocab_size=32_000,
+        aux_layers=(2, 30, 58),
+        rms_norm_eps=1e-5,
+        max_position_embeddings=262_144,
+    )
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(sglang_config(shape, torch.bfloat16)))
+    header: dict[str, Any] = {}
+    end = 0
+    for name, size in shape.tensors().items():
+        dtype, width = {"d2t": ("I64", 8), "t2d": ("BOOL", 1)}.get(name, ("BF16", 2))
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(size),
+            "data_offsets": [end, end := end + width * math.prod(size)],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        start = file.tell()
+        file.seek(start + header["t2d"]["data_offsets"][0])
+        file.write(b"\1" * 32_000)  # the map of offsets 0: the first 32,000 tokens
+        file.truncate(start + end)
+    return shape
+
+
+def test_a_drafter_of_2_gigabytes_is_verified_in_milliseconds(tmp_path: Path) -> None:
+    folder = tmp_path / "drafter"
+    shape = kimi_drafter(folder)
+    size = (folder / "model.safetensors").stat().st_size
+    assert 2.3e9 < size < 2.5e9
+    facts = TargetFacts(
+        path=tmp_path,
+        model_type="kimi_k25",
+        hidden_size=7168,
+        vocab_size=163_840,
+        layers=61,
+        max_position_embeddings=262_144,
+        aux_layers=(2, 30, 58),
+        rope_parameters={"rope_type": "yarn", "rope_theta": 50000.0},
+        intermediate_size=18432,
+        num_attention_heads=64,
+        num_key_value_heads=64,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        fingerprint={},
+    )
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    read = int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+    began = time.monotonic()
+    findings = check_given_drafter(str(folder), facts)
+    seconds = time.monotonic() - began
+    read = int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0]) - read
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    assert [finding.level for finding in findings] == ["ok", "warning"]
+    assert "2.38 GB, BF16" in findings[0].message
+    assert "SGLang since 2026-05 takes the outputs of [1, 29, 57]" in findings[1].message
+    assert (seconds < 1, read < 2_000_000, faults < 5000) == (True, True, True), (seconds, read, faults)
+    assert shape.draft_vocab_size == 32_000

@@ -235,6 +235,23 @@ def test_a_server_that_dies_is_a_failed_engine(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_a_server_without_its_scheduler_is_ended(tmp_path: Path) -> None:
+    """SGLang's launcher outlives it by 5 to 15 s, and its children's memory with it."""
+    engine = start(tmp_path)
+    mark = engine._child.mark
+    [scheduler] = [p for p in supervisor.marked(mark) if supervisor.command_line(p).startswith("sglang::scheduler")]
+    engine.check()
+    os.kill(scheduler, signal.SIGKILL)
+    with pytest.raises(ServingError, match=r"process sglang::scheduler 1000 \(\d+\) died"):
+        for _ in range(100):
+            engine.check()
+            time.sleep(0.05)
+    assert supervisor.marked(mark) == set()
+    with pytest.raises(ServingError, match="died"):
+        engine.check()
+    engine.close()
+
+
 def test_a_server_that_dies_in_an_answer_breaks_it_off(tmp_path: Path) -> None:
     engine = start(tmp_path, mode="dies-in-answer")
     (tmp_path / "file").touch()

@@ -134,11 +134,26 @@ def test_the_next_start_ends_what_outlived_even_the_guard(trees: Any, tmp_path: 
 
 def test_a_process_that_only_has_the_number_of_a_server_is_left_alone(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(99)"], start_new_session=True) as other:
-        record = {"mark": "m", "replica": 2**22 + 1, "replica_started": 1, "server": other.pid, "server_started": 1}
+        here = str(Path("/proc/self/ns/pid").readlink())
+        record = {
+            "mark": "m",
+            "processes": here,
+            "replica": 2**22 + 1,
+            "replica_started": 1,
+            "server": other.pid,
+            "server_started": 1,
+        }
         (tmp_path / "m.json").write_text(json.dumps(record))
         assert supervisor.end_stale(tmp_path) == []
         assert other.poll() is None and not list(tmp_path.glob("*.json"))
         other.kill()
+
+
+def test_a_record_of_another_container_is_left_alone(tmp_path: Path) -> None:
+    record = {"mark": "m", "processes": "pid:[1]", "replica": 2**22 + 1, "replica_started": 1, "server": 1}
+    (tmp_path / "m.json").write_text(json.dumps({**record, "server_started": 1}))
+    assert supervisor.end_stale(tmp_path) == []
+    assert list(tmp_path.glob("*.json"))
 
 
 def test_owned_processes_are_found_by_their_mark(trees: Any) -> None:
