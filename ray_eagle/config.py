@@ -344,7 +344,7 @@ class ProbeConfig(Section):
     url: str | None = None
     """Probe a server that already runs at this address. Default: deploy one, and remove it at the end."""
     prompts: str | None = None
-    """JSONL file of prompts. Default: the held-out prompts of this run."""
+    """File of prompts, in any shape that `generate.prompts` may have. Default: the held-out prompts of this run."""
     limit: Positive | None = None
     """Use only the first N."""
     steps: Positive = 3

@@ -13,6 +13,7 @@ import yaml
 from ray_eagle.cluster import connect, versions
 from ray_eagle.config import Config
 from ray_eagle.conversations.generate import generate
+from ray_eagle.conversations.inputs import source_hash
 from ray_eagle.conversations.prompts import prompts_hash
 from ray_eagle.drafter.checkpoint import read_shape
 from ray_eagle.errors import InputError, OriginError
@@ -210,7 +211,7 @@ class Pipeline:
         if kind.prompts:
             inputs["prompts"] = prompts_hash(self.config.generate)
             if name.startswith("probe") and self.config.probe.prompts:
-                inputs["probe.prompts"] = content_hash(_read_text(self.config.probe.prompts))
+                inputs["probe.prompts"] = source_hash(self.config.probe.prompts)
         if kind.given and self.config.drafter.path:
             inputs["drafter"] = _drafter_hash(self.config.drafter.path)
         return Origin(
@@ -317,10 +318,3 @@ def _drafter_hash(path: str) -> str:
     folder = Path(path).expanduser()
     read_shape(folder)  # a missing folder or config is explained here
     return content_hash(fingerprint(folder))
-
-
-def _read_text(path: str) -> str:
-    try:
-        return Path(path).expanduser().read_text()
-    except OSError as error:
-        raise InputError(f"prompts file {path} cannot be read ({error.strerror}). Check probe.prompts.") from None
