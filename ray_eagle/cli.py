@@ -157,7 +157,7 @@ def serve_until_stopped(
     with _explained(debug):
         loaded = load_config(config, preset, list(context.args)).config
         with _stdout_for_results() as out, _pipeline(loaded, False) as pipeline:
-            serve_command(loaded, pipeline.run, random, json_output, out)
+            serve_command(pipeline.config, pipeline.run, random, json_output, out)
 
 
 @app.command("verify", help="Re-read a whole hidden-state dataset and name each fault.")

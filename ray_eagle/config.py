@@ -245,7 +245,7 @@ class TrainConfig(Section):
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Matrix products; master weights, softmax and loss are float32 always."""
     fp8: bool = False
-    """8-bit matrix products in the drafter (Hopper GPUs and later; elsewhere emulated). The teacher is never rounded so."""
+    """8-bit matrix products in the drafter (Ada and Hopper GPUs and later; emulated on CPUs). The teacher is never rounded so."""
     compile: bool | None = None
     """Fuse what lies between the matrix products with torch.compile, which takes half a minute. Default: on GPUs."""
     objective: Literal["soft-ce", "acceptance", "mix"] = "soft-ce"
@@ -313,7 +313,7 @@ class ServeConfig(Section):
     """Address the HTTP endpoints bind to; loopback unless told otherwise. The child server listens on loopback always."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """HTTP port; 0 takes a free one."""
-    token: str | None = None
+    token: Annotated[str, Field(min_length=1)] | None = None
     """Bearer token that every request must carry. Default: none."""
     start_s: Annotated[float, Field(gt=0)] = 900
     """Seconds within which the replica must become healthy, and a child server at each start."""

@@ -1,5 +1,6 @@
 """One driver at a time in a folder, on any filesystem."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -22,8 +23,8 @@ class Lock:
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
-        process = {"host": socket.gethostname(), "pid": os.getpid(), "started": _process_start(os.getpid())}
-        self._mine = json.dumps({**process, "nonce": secrets.token_hex(8)}).encode()
+        process = {"pid": os.getpid(), "started": _process_start(os.getpid()), "nonce": secrets.token_hex(8)}
+        self._mine = json.dumps({**_here(), **process}).encode()
 
     def __enter__(self) -> "Lock":
         """Raises LockedError when another driver holds it, or may."""
@@ -73,7 +74,8 @@ def refuse_if_locked(folder: Folder) -> bytes | None:
         holder = json.loads(lock)
     except ValueError:
         holder = {"host": "?", "pid": "?", "started": None}
-    if holder["host"] != socket.gethostname() or _process_start(holder["pid"]) == holder["started"]:
+    here = {name: holder.get(name) for name in _here()} == _here()
+    if not here or _process_start(holder["pid"]) == holder["started"]:
         raise LockedError(
             f"{folder.path} is being written by process {holder['pid']} on {holder['host']}. Wait for it or stop it; if it is "
             f"gone, delete {folder.file(LOCK)}."
@@ -98,6 +100,15 @@ def create_once(folder: Folder, name: str, data: bytes) -> bool:
         folder.delete_file(temporary)
     sync(Path(folder.path))
     return True
+
+
+def _here() -> dict[str, str]:
+    """Where a process number means something: containers may share a host's name, and a boot gives numbers anew."""
+    place = {"host": socket.gethostname(), "processes": "", "boot": ""}
+    with contextlib.suppress(OSError):
+        place["processes"] = str(Path("/proc/self/ns/pid").readlink())
+        place["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return place
 
 
 def _process_start(pid: int) -> str | None:

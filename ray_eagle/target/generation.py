@@ -95,11 +95,11 @@ class Decoder:
         p_RV, order_RV = (logits_RV.float() / self.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
         before_RV = p_RV.cumsum(-1) - p_RV
         p_RV = torch.where(before_RV < self.top_p, p_RV, 0.0)  # the token that crosses top_p belongs to the nucleus
-        total_RV = p_RV.cumsum(-1)
-        drawn = torch.tensor([row.draw.random() for row in rows], device=p_RV.device)[:, None] * total_RV[:, -1:]
-        return order_RV.gather(-1, torch.searchsorted(total_RV, drawn, right=True).clamp(max=p_RV.shape[-1] - 1))[
-            :, 0
-        ].tolist()
+        total_RV = p_RV.double().cumsum(-1)
+        # [0, 1) in double precision: in single it may round to 1, beyond the nucleus
+        drawn = torch.tensor([row.draw.random() for row in rows], dtype=torch.float64, device=p_RV.device)
+        place_R1 = torch.searchsorted(total_RV, drawn[:, None] * total_RV[:, -1:], right=True)
+        return order_RV.gather(-1, place_R1.clamp(max=p_RV.shape[-1] - 1))[:, 0].tolist()
 
 
 class _Batch:

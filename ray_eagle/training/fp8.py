@@ -1,6 +1,6 @@
-"""Matrix products in 8 bits (Hopper and later): e4m3 forward, e5m2 for gradients, one dynamic scale a tensor.
+"""Matrix products in 8 bits (Ada, Hopper and later): e4m3 forward, e5m2 for gradients, one dynamic scale a tensor.
 
-Elsewhere the same numbers are computed from the quantised values in wider arithmetic, so that tests need no GPU. Sizes must
+On CPUs the same numbers are computed from the quantised values in wider arithmetic, so that tests need no GPU. Sizes must
 be multiples of 16: rows of activations are padded with zeros, which add nothing.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor
 FORWARD = torch.float8_e4m3fn
 BACKWARD = torch.float8_e5m2
 MULTIPLE = 16
+CAPABILITY = (8, 9)
 SMALLEST = 1e-12
 """The largest magnitude is taken as at least this, so that zeros have a scale."""
 

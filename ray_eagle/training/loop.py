@@ -22,12 +22,13 @@ from torch import Tensor
 
 from ray_eagle.config import Config, TrainConfig
 from ray_eagle.drafter.start import channel_rms, start_drafter
-from ray_eagle.errors import CheckpointError, WorkerError
+from ray_eagle.errors import CheckpointError, ConfigError, WorkerError
 from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.hidden_states.schema import Sample
 from ray_eagle.probing.predict import predict
 from ray_eagle.run import CHECKPOINTS, RunFolder
 from ray_eagle.target.loading import TargetFacts, choose_dtype, head_and_embedding
+from ray_eagle.training import fp8
 from ray_eagle.training.checkpoints import STATE, Checkpoints, describe
 from ray_eagle.training.figures import Recent, validation_figures
 from ray_eagle.training.flops import pack_flops, peak_tflops
@@ -109,6 +110,11 @@ class Trainer:
         head_VH, embedding_VH, _ = head_and_embedding(job.facts)
         self.draft_head_DH = head_VH[self.drafter.target_ids.cpu()].to(self.device, self.compute)
         self.embedding_VH = embedding_VH.to(self.device, self.compute)
+        if self.settings.fp8 and self.device.type == "cuda" and torch.cuda.get_device_capability() < fp8.CAPABILITY:
+            raise ConfigError(
+                f"train.fp8: expected a GPU with 8-bit matrix products (compute capability 8.9 or later), found "
+                f"{torch.cuda.get_device_name()}. Set train.fp8 to false."
+            )
         compiles = self.settings.use_gpu if self.settings.compile is None else self.settings.compile
         pointwise = compiled() if compiles else PLAIN
         self.weights = Weights(self.drafter, self.compute, eight_bits=self.settings.fp8, pointwise=pointwise)

@@ -2,7 +2,7 @@
 buffers where their gradients gather over unroll steps and packs.
 
 Projections that read the same input are one matrix here: q, k and v; gate and up. Gradients are added into the buffers by
-the matrix products themselves, so no partial sum is ever rounded to 16 bits.
+the matrix products themselves, so no partial sum is ever rounded to 16 bits (those of 8-bit products once are).
 """
 
 from dataclasses import dataclass

@@ -238,6 +238,7 @@ def test_unknown_flag_is_refused_with_the_nearest_known_one() -> None:
         ("serve.port", 65536),
         ("probe.confidence", 0.5),
         ("serve.token", 1234),
+        ("serve.token", ""),
         ("run", 3),
         ("seed", None),
         ("train.use_gpu", "maybe"),
@@ -251,6 +252,17 @@ def test_wrong_value_is_named_with_its_key_its_layer_and_itself(tmp_path: Path, 
     for where, message in ((file, refusal(file=file)), ("flag", by_flag)):
         assert message.startswith(f"{where}: {key}: "), message
         assert f"found {value!r}." in message or isinstance(value, list)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [([], None), (["--train.compile"], True), (["--train.compile", "false"], False)]
+)
+def test_a_switch_may_be_left_open(tmp_path: Path, words: list[str], expected: bool | None) -> None:
+    assert load_config(flags=words).config.train.compile is expected
+    file = write(
+        tmp_path / "run.yaml", f"train: {{compile: {'null' if expected is None else str(expected).lower()}}}\n"
+    )
+    assert load_config(file).config.train.compile is expected
 
 
 def test_every_wrong_value_is_named_at_once(tmp_path: Path) -> None:

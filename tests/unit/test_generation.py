@@ -124,4 +124,6 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
     expected = torch.zeros(5)
     expected[nucleus] = p[nucleus] / p[nucleus].sum()
     assert 1 < len(nucleus) < 5
+    highest = type("Row", (), {"draw": type("Draw", (), {"random": staticmethod(lambda: 1 - 2**-53)})()})()
+    assert decoder.choose(logits, [highest]) == [nucleus[-1]]
     torch.testing.assert_close(counts / counts.sum(), expected, atol=0.03, rtol=0)

@@ -162,12 +162,16 @@ def test_the_lock_of_a_dead_driver_is_taken_over(tmp_path: Path) -> None:
     folder, _, _ = random_dataset(tmp_path)
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    folder.write_json(lock.LOCK, {"host": socket.gethostname(), "pid": gone.pid, "started": "1"})
+    folder.write_json(lock.LOCK, {**lock._here(), "pid": gone.pid, "started": "1"})
     with DatasetWriter(folder, read_plan(folder)) as writer:
         assert writer.records
-    folder.write_json(lock.LOCK, {"host": "elsewhere", "pid": gone.pid, "started": "1"})
-    with pytest.raises(LockedError, match=r"elsewhere.*delete .*lock\.json"), DatasetWriter(folder, read_plan(folder)):
-        pass
+    for elsewhere in ({"host": "elsewhere"}, {"processes": "pid:[1]"}, {"boot": "before"}):
+        folder.write_json(lock.LOCK, {**lock._here(), "pid": gone.pid, "started": "1", **elsewhere})
+        with (
+            pytest.raises(LockedError, match=r"process.*delete .*lock\.json"),
+            DatasetWriter(folder, read_plan(folder)),
+        ):
+            pass
 
 
 def test_of_two_that_take_over_a_dead_lock_one_gets_it(tmp_path: Path) -> None:
@@ -176,7 +180,7 @@ def test_of_two_that_take_over_a_dead_lock_one_gets_it(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     plan = read_plan(folder)
-    folder.write_json(lock.LOCK, {"host": socket.gethostname(), "pid": gone.pid, "started": "1"})
+    folder.write_json(lock.LOCK, {**lock._here(), "pid": gone.pid, "started": "1"})
     dead = lock.refuse_if_locked(folder)
     assert dead
     with DatasetWriter(folder, plan) as writer:
