@@ -49,7 +49,7 @@ def test_failing_servers_and_a_driver_killed_three_times_give_each_prompt_its_co
     tmp_path: Path, target_folder: Path
 ) -> None:
     """`python -m tests.ray.answering` runs it with 10,000 prompts."""
-    figures = trial(tmp_path, target_folder, prompts=1500, kills=3)
+    figures = trial(tmp_path, target_folder, prompts=1000, kills=3)
     assert all(figures["servers"][fault] > 0 for fault in ("failed", "stalled", "cut"))
 
 
