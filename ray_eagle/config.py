@@ -1,7 +1,7 @@
 """Every setting, typed and documented: one class a stage. `ray_eagle.settings` fills them from files and flags."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -75,6 +75,24 @@ class GenerateConfig(ActorConfig):
     """How its rows are written. auto: by the first rows of the file."""
     answers: Literal["regenerate", "keep"] = "regenerate"
     """Let the target answer, or keep the answers of the file. What the target did not write trains a worse drafter."""
+    backend: Literal["embedded", "openai", "sglang", "ray_eagle"] = "embedded"
+    """Who answers: actors here; or servers: OpenAI's chat API (text), SGLang's own API, or this project's server (exact ids)."""
+    urls: tuple[str, ...] = ()
+    """Addresses of those servers; each gets a share of the prompts, and one that dies is left out until it is back."""
+    model: str | None = None
+    """Name under which an openai server serves the target. Default: the only one that it lists."""
+    api_key_env: str | None = None
+    """Environment variable that holds the servers' key. The key itself is stored nowhere."""
+    in_flight: Positive = 32
+    """Requests at each server at the same time."""
+    tries: Positive = 8
+    """A prompt that fails so often, while others are answered, is rejected."""
+    timeout_s: Annotated[float, Field(gt=0)] = 1800
+    """Seconds for one answer, after which it counts as failed and is asked for again."""
+    server_wait_s: Annotated[float, Field(gt=0)] = 600
+    """Seconds without any server that answers, after which the stage ends with each one's last failure."""
+    drop_cut: bool = False
+    """Reject answers that reach max_new_tokens; of a longer conversation the turns before are kept."""
     turns: Literal["all", "last", "split"] = "all"
     """Answers to learn from: all; the last; or all, with a sample of its own for each that the template changes later."""
     reasoning: Literal["keep", "drop", "last"] = "keep"
@@ -88,7 +106,7 @@ class GenerateConfig(ActorConfig):
     limit: Positive | None = None
     """Use only the first N rows of the file."""
     max_new_tokens: Positive = 512
-    """Answers are cut here; a cut answer is kept, and its finish reason says `length`."""
+    """Answers are cut here; a cut answer is kept (but see drop_cut), and its finish reason says `length`."""
     max_prompt_tokens: Positive = 4096
     """A longer prompt is rejected, with its reason, in rejected.jsonl."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
@@ -98,13 +116,40 @@ class GenerateConfig(ActorConfig):
     batch_size: Positive = 32
     """Answers decoded together; the place of a finished one goes to the next prompt of its part."""
     part_size: Positive | None = None
-    """Prompts of a part, the unit that is committed and resumed. Default: four times batch_size."""
+    """Prompts of a part, the unit that is committed and resumed. Default: four times batch_size; with servers, batch_size."""
     held_out_share: Share = 0.1
     """Share of prompts kept for the probe: never trained on, and never close to a prompt that is."""
     validation_share: Share = 0.1
     """Share of prompts whose conversations choose the best checkpoint."""
     near_duplicate: Annotated[float, Field(gt=0, le=1)] = 0.5
     """A held-out prompt this similar (Jaccard, character 5-grams) to a training prompt is trained on instead."""
+
+    @field_validator("urls", mode="before")
+    @classmethod
+    def _addresses(cls, urls: Any) -> Any:
+        """One text too, and addresses as people copy them, with `/v1` at their end."""
+        several = urls.replace(",", " ").split() if isinstance(urls, str) else urls
+        if not isinstance(several, list | tuple) or not all(isinstance(url, str) for url in several):
+            return several
+        for url in several:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} does not begin with http:// or https://")
+        return tuple(url.rstrip("/").removesuffix("/v1") for url in several)
+
+    @model_validator(mode="after")
+    def _servers(self) -> "GenerateConfig":
+        if (self.backend == "embedded") == bool(self.urls):
+            raise ValueError(f"backend is {self.backend}, but urls {'are given' if self.urls else 'is empty'}")
+        if self.backend != "embedded" and self.answers == "keep":
+            raise ValueError(f"backend is {self.backend}, but kept answers need no server")
+        if self.backend == "ray_eagle" and (self.temperature or self.top_p < 1):
+            raise ValueError("backend ray_eagle answers greedily: leave temperature and top_p out")
+        return self
+
+    @property
+    def copies(self) -> int:
+        """Of the target, that this stage loads."""
+        return self.actors if self.backend == "embedded" else 0
 
 
 class ExtractConfig(ActorConfig):
@@ -299,7 +344,7 @@ class ProbeConfig(Section):
     url: str | None = None
     """Probe a server that already runs at this address. Default: deploy one, and remove it at the end."""
     prompts: str | None = None
-    """JSONL file of prompts. Default: the held-out prompts of this run."""
+    """File of prompts, in any shape that `generate.prompts` may have. Default: the held-out prompts of this run."""
     limit: Positive | None = None
     """Use only the first N."""
     steps: Positive = 3

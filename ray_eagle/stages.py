@@ -13,6 +13,7 @@ import yaml
 from ray_eagle.cluster import connect, versions
 from ray_eagle.config import Config
 from ray_eagle.conversations.generate import generate
+from ray_eagle.conversations.inputs import source_hash
 from ray_eagle.conversations.prompts import prompts_hash
 from ray_eagle.drafter.checkpoint import read_shape
 from ray_eagle.errors import InputError, OriginError
@@ -35,6 +36,7 @@ MACHINE_ONLY = frozenset(
     {"actors", "cpus", "gpus", "workers", "cpus_per_worker", "report_every", "max_failures", "keep_checkpoints"}
     | {"min_workers", "trackers", "peak_tflops"}
     | {"host", "port", "token", "start_s", "hang_s", "python", "env", "url", "stages", "split", "share"}
+    | {"urls", "api_key_env", "in_flight", "tries", "timeout_s", "server_wait_s"}
 )
 """Settings that decide where and how fast, not what: changing them redoes nothing."""
 
@@ -107,7 +109,7 @@ class Pipeline:
             return None
         self.run.of(name).create()
         self.run.write_origin(wanted)
-        if KINDS[name].on_cluster and not self._arithmetic_only(name):
+        if KINDS[name].on_cluster and not self._arithmetic_only(name) and not self._answered_by_servers(name):
             connect(self.config.ray)
         began = time.monotonic()
         outcome = self._call(name)
@@ -181,6 +183,9 @@ class Pipeline:
     def _arithmetic_only(self, name: str) -> bool:
         return name == "breakeven" and self.config.breakeven.baseline_tps is not None
 
+    def _answered_by_servers(self, name: str) -> bool:
+        return name == "generate" and self.config.generate.backend != "embedded"
+
     def _origin(self, name: str) -> Origin:
         """What the stage would be made from now. Raises OriginError when an input is not there."""
         kind = KINDS[name]
@@ -206,7 +211,7 @@ class Pipeline:
         if kind.prompts:
             inputs["prompts"] = prompts_hash(self.config.generate)
             if name.startswith("probe") and self.config.probe.prompts:
-                inputs["probe.prompts"] = content_hash(_read_text(self.config.probe.prompts))
+                inputs["probe.prompts"] = source_hash(self.config.probe.prompts)
         if kind.given and self.config.drafter.path:
             inputs["drafter"] = _drafter_hash(self.config.drafter.path)
         return Origin(
@@ -313,10 +318,3 @@ def _drafter_hash(path: str) -> str:
     folder = Path(path).expanduser()
     read_shape(folder)  # a missing folder or config is explained here
     return content_hash(fingerprint(folder))
-
-
-def _read_text(path: str) -> str:
-    try:
-        return Path(path).expanduser().read_text()
-    except OSError as error:
-        raise InputError(f"prompts file {path} cannot be read ({error.strerror}). Check probe.prompts.") from None

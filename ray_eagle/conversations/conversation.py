@@ -25,7 +25,7 @@ class Conversation:
     mask: Literal["generated", "template", "rendering"] = "generated"
     """Where the mask is from: exact output ids, the template's generation blocks, or checked rendering."""
     row: int = 0
-    """Number of the input row, from 1, of a kept conversation."""
+    """Number of the input row, from 1."""
 
     @property
     def loss_mask(self) -> list[int]:

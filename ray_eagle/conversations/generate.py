@@ -1,4 +1,4 @@
-"""Stage `generate`: the target answers the prompts, batch by batch, on Ray actors; or the answers of the file are kept.
+"""Stage `generate`: the target answers the prompts, batch by batch, on Ray actors or servers; or the file's answers are kept.
 
 A batch is the unit of resume: its conversations are one atomic file, written by the driver. What a batch holds depends on
 the prompts and settings alone, so a killed run goes on where it was and ends with the same conversations.
@@ -6,7 +6,6 @@ the prompts and settings alone, so a killed run goes on where it was and ends wi
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +13,14 @@ from transformers import GenerationConfig
 
 from ray_eagle.cluster import ensure_resources
 from ray_eagle.config import Config, GenerateConfig, TargetConfig
+from ray_eagle.conversations.batches import Batch, commit, gather_rejected, plan_batches
+from ray_eagle.conversations.chat import Made, TokenChat
 from ray_eagle.conversations.conversation import Conversation, part_name, read_conversations
 from ray_eagle.conversations.keep import keep_answers
 from ray_eagle.conversations.messages import take_apart
-from ray_eagle.conversations.prompts import Prompt, load_rows
-from ray_eagle.conversations.template import injected_system, render_next_turn, render_prompt
+from ray_eagle.conversations.prompts import load_rows
+from ray_eagle.conversations.remote import answer_batches
+from ray_eagle.conversations.template import injected_system
 from ray_eagle.errors import InputError
 from ray_eagle.pool import ActorPool, Member, this_node
 from ray_eagle.progress import Progress, Rate
@@ -30,17 +32,6 @@ from ray_eagle.target.loading import TargetFacts, load_model, load_tokenizer
 
 CUT_SHORT = 1000
 """Conversations cut short that summary.json names."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Prompts that are decoded together."""
-
-    index: int
-    prompts: tuple[Prompt, ...]
-
-    def __str__(self) -> str:
-        return f"{self.index} ({self.prompts[0].id} ... {self.prompts[-1].id})"
 
 
 class Generator:
@@ -65,62 +56,27 @@ class Generator:
     def ready(self) -> str:
         return this_node()
 
-    def work(self, batch: Batch, without: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
-        """One row a conversation, in the order of the batch; multi-turn prompts are answered turn by turn.
+    def work(self, batch: Batch, without: frozenset[str] = frozenset()) -> Made:
+        """Conversations and rejected prompts, in the order of the batch; multi-turn prompts are answered turn by turn.
 
         A batch cannot be taken apart, so nothing is ever left out (`without` is the pool's).
         """
-        chats = [_Chat(p, render_prompt(self.tokenizer, p.turns[0], p.system)) for p in batch.prompts]
-        waiting = deque(self._request(chat) for chat in chats)
+        chats = [TokenChat(p, self.settings, self.tokenizer, frozenset(self.eos), self.context) for p in batch.prompts]
+        waiting: deque[Request] = deque()
+        for chat in chats:
+            self._ask(chat, 0, waiting)
         for request, answer in self.decoder.run(waiting):
-            chat = request.owner
-            turn = len(chat.finish_reasons)
-            start = len(chat.ids)
-            chat.ids += answer.ids
-            chat.supervised.append([start, len(chat.ids)])
-            chat.finish_reasons.append(answer.finish_reason)
-            written = answer.ids[:-1] if answer.finish_reason == "stop" else answer.ids
-            chat.messages += [
-                {"role": "user", "content": chat.prompt.turns[turn]},
-                {"role": "assistant", "content": self.tokenizer.decode(written)},
-            ]
-            if turn + 1 < len(chat.prompt.turns) and self._continue(chat, turn + 1):
-                waiting.append(self._request(chat))
-        return [chat.conversation(self.settings.turns == "last").to_row() for chat in chats]
+            chat, turn = request.owner
+            chat.add(turn, request.ids, answer.ids, answer.finish_reason)
+            self._ask(chat, turn + 1, waiting)
+        made = [chat.made() for chat in chats]
+        return [row for kept, _ in made for row in kept], [row for _, rejected in made for row in rejected]
 
-    def _request(self, chat: "_Chat") -> Request:
-        return Request(list(chat.ids), chat, f"{self.seed} {chat.prompt.id} {len(chat.finish_reasons)}")
-
-    def _continue(self, chat: "_Chat", turn: int) -> bool:
-        """Append the next user message; or end the conversation before it, with the reason, keeping what there is."""
-        try:
-            ended = self.tokenizer.decode(chat.ids[-1:]) if chat.finish_reasons[-1] == "stop" else ""
-            ids = render_next_turn(self.tokenizer, chat.messages, chat.prompt.turns[turn], end_of_turn=ended)
-        except InputError as error:
-            chat.note = f"ended before turn {turn + 1}: {error}"
-            return False
-        if len(chat.ids) + len(ids) + self.settings.max_new_tokens > self.context:
-            chat.note = f"ended before turn {turn + 1}: it would pass the target's context of {self.context} tokens"
-            return False
-        chat.ids += ids
-        return True
-
-
-class _Chat:
-    """A conversation while it is written."""
-
-    def __init__(self, prompt: Prompt, ids: list[int]) -> None:
-        self.prompt = prompt
-        self.ids = list(ids)
-        self.supervised: list[list[int]] = []
-        self.messages: list[dict[str, str]] = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        self.finish_reasons: list[str] = []
-        self.note = ""
-
-    def conversation(self, only_last: bool) -> Conversation:
-        p, first = self.prompt, -1 if only_last else 0
-        spans, reasons = self.supervised[first:], self.finish_reasons[first:]
-        return Conversation(p.id, p.category, p.split, self.messages, self.ids, spans, reasons, self.note)
+    def _ask(self, chat: TokenChat, turn: int, waiting: deque[Request]) -> None:
+        """Have the next answer of a conversation written, unless it is over."""
+        ids = chat.ask(turn) if turn < len(chat.prompt.turns) else None
+        if ids is not None:
+            waiting.append(Request(ids, (chat, turn), f"{self.seed} {chat.prompt.id} {turn}"))
 
 
 def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress) -> Outcome:
@@ -178,12 +134,9 @@ def check_template_system(tokenizer: Any, settings: GenerateConfig, progress: Pr
 
 def _regenerate(config: Config, folder: Folder, facts: TargetFacts, tokenizer: Any, progress: Progress) -> None:
     """Answer every prompt that no committed part holds yet."""
-    import ray
-
     settings = config.generate
     prompts, unusable = load_rows(settings)
     batches, too_long = plan_batches(prompts, tokenizer, settings, facts.max_position_embeddings)
-    folder.write_jsonl("rejected.jsonl", unusable + too_long)
     for split in ("train", "validation"):
         if not any(prompt.split == split for batch in batches for prompt in batch.prompts):
             _warn_of_empty(split, "prompt", progress)
@@ -191,27 +144,38 @@ def _regenerate(config: Config, folder: Folder, facts: TargetFacts, tokenizer: A
     waiting = [batch for batch in batches if part_name(batch.index) not in done]
     total = sum(len(batch.prompts) for batch in batches)
     progress.start("generate", total, "prompts", done=total - sum(len(batch.prompts) for batch in waiting))
-    if waiting:
-        ensure_resources({"CPU": settings.cpus, "GPU": settings.gpus}, settings.actors, config.ray.wait_s)
-        actor = ray.remote(Generator)
-        pool = ActorPool(
-            lambda name: Member(
-                actor.options(
-                    name=name,
-                    num_cpus=settings.cpus,
-                    num_gpus=settings.gpus,
-                    max_restarts=0,
-                    max_task_retries=0,
-                ).remote(config.target, facts, settings, config.seed)
-            ),
-            settings.actors,
-            "eagle-generate",
-        )
-        rate = Rate(1)
-        for batch, rows in pool.run(waiting):
-            folder.write_jsonl(part_name(batch.index), rows)
-            rate.advance(sum(end - start for row in rows for start, end in row["supervised"]))
-            progress.advance(len(rows), f"{rate.per_second:,.0f} tok/s")
+    if waiting and settings.backend == "embedded":
+        _answer_here(waiting, config, facts, folder, progress)
+    elif waiting:
+        answer_batches(waiting, settings, facts, tokenizer, config.seed, folder, progress)
+    gather_rejected(folder, unusable + too_long)
+
+
+def _answer_here(waiting: list[Batch], config: Config, facts: TargetFacts, folder: Folder, progress: Progress) -> None:
+    """On actors that hold the target."""
+    import ray
+
+    settings = config.generate
+    ensure_resources({"CPU": settings.cpus, "GPU": settings.gpus}, settings.actors, config.ray.wait_s)
+    actor = ray.remote(Generator)
+    pool = ActorPool(
+        lambda name: Member(
+            actor.options(
+                name=name,
+                num_cpus=settings.cpus,
+                num_gpus=settings.gpus,
+                max_restarts=0,
+                max_task_retries=0,
+            ).remote(config.target, facts, settings, config.seed)
+        ),
+        settings.actors,
+        "eagle-generate",
+    )
+    rate = Rate(1)
+    for batch, (rows, rejected) in pool.run(waiting):
+        commit(folder, batch.index, rows, rejected)
+        rate.advance(sum(end - start for row in rows for start, end in row["supervised"]))
+        progress.advance(len(batch.prompts), f"{rate.per_second:,.0f} tok/s")
 
 
 def _warn_of_empty(split: str, what: str, progress: Progress) -> None:
@@ -219,23 +183,6 @@ def _warn_of_empty(split: str, what: str, progress: Progress) -> None:
     progress.say(
         f"generate: warning: no {split} {what}, so training has {why}. See rejected.jsonl; add prompts or change the shares."
     )
-
-
-def plan_batches(
-    prompts: list[Prompt], tokenizer: Any, settings: GenerateConfig, context: int
-) -> tuple[list[Batch], list[dict[str, Any]]]:
-    """Batches of prompts of like length, and the rejected with their reason. Every prompt is in exactly one of them."""
-    lengths = {prompt.id: len(render_prompt(tokenizer, prompt.turns[0], prompt.system)) for prompt in prompts}
-    longest = min(settings.max_prompt_tokens, context - settings.max_new_tokens)
-    kept = sorted((p for p in prompts if lengths[p.id] <= longest), key=lambda p: (lengths[p.id], p.id))
-    reason = f"generate.max_prompt_tokens is {settings.max_prompt_tokens}, the target's context {context}"
-    rejected = [
-        {"source_id": p.id, "reason": f"prompt of {lengths[p.id]} tokens; {reason}"}
-        for p in prompts
-        if lengths[p.id] > longest
-    ]
-    size = settings.part_size or 4 * settings.batch_size
-    return [Batch(i // size, tuple(kept[i : i + size])) for i in range(0, len(kept), size)], rejected
 
 
 def summarise(conversations: Iterable[Conversation], rejected: list[Any], marks: tuple[str, str]) -> dict[str, Any]:

@@ -100,7 +100,9 @@ def read_chunks(source: str, limit: int | None = None) -> Iterator[Chunk]:
         raise InputError(f"prompts file {source} is damaged ({error}). Copy it again.") from None
     except OSError as error:
         why = error.strerror or str(error)
-        raise InputError(f"prompts file {source} cannot be read ({why}). Check generate.prompts.") from None
+        raise InputError(
+            f"prompts file {source} cannot be read ({why}). Check generate.prompts, or probe.prompts if it is that."
+        ) from None
 
 
 def shape_of(source: str, asked: str) -> Shape:
@@ -124,7 +126,9 @@ def source_hash(source: str) -> str:
                 digest.update(piece)
     except OSError as error:
         why = error.strerror or str(error)
-        raise InputError(f"prompts file {source} cannot be read ({why}). Check generate.prompts.") from None
+        raise InputError(
+            f"prompts file {source} cannot be read ({why}). Check generate.prompts, or probe.prompts if it is that."
+        ) from None
     return digest.hexdigest()
 
 
@@ -140,12 +144,16 @@ def _place(source: str) -> tuple[pafs.FileSystem, str]:
         try:
             return pafs.FileSystem.from_uri(source)
         except (pa.ArrowException, OSError) as error:
-            raise InputError(f"prompts file {source} cannot be read ({error}). Check generate.prompts.") from None
+            raise InputError(
+                f"prompts file {source} cannot be read ({error}). Check generate.prompts, or probe.prompts if it is that."
+            ) from None
     path = Path(source).expanduser()
     try:
         path.open("rb").close()  # for the plain reason: a folder, not there, not allowed
     except OSError as error:
-        raise InputError(f"prompts file {path} cannot be read ({error.strerror}). Check generate.prompts.") from None
+        raise InputError(
+            f"prompts file {path} cannot be read ({error.strerror}). Check generate.prompts, or probe.prompts if it is that."
+        ) from None
     return pafs.LocalFileSystem(), str(path.absolute())
 
 
@@ -236,7 +244,7 @@ def _hub_rows(source: str) -> Iterator[Any]:
         load_dataset = importlib.import_module("datasets").load_dataset
     except ImportError:
         raise InputError(
-            f"prompts {source}: datasets of the hub need the package datasets, which is not installed. pip install datasets, or "
+            f"prompts {source}: datasets of the hub need the package datasets, which is not installed. pip install 'ray-eagle[datasets]', or "
             "download the file and name its path."
         ) from None
     try:

@@ -175,9 +175,17 @@ def tokenise_chunk(
 
 
 def conversations_of(
-    renderer: Renderer, messages: list[Any], tools: list[Any], settings: GenerateConfig, context: int
+    renderer: Renderer,
+    messages: list[Any],
+    tools: list[Any],
+    settings: GenerateConfig,
+    context: int,
+    cut: frozenset[int] = frozenset(),
 ) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Suffix of the id and the fields of each conversation that a row gives. Raises RowError when it gives none."""
+    """Suffix of the id and the fields of each conversation that a row gives. Raises RowError when it gives none.
+
+    `cut`: numbers of the messages that the target did not end itself.
+    """
     last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
     left_out = len(messages) - 1 - last
     note = f"{left_out} messages after the last answer left out" if left_out else ""
@@ -187,6 +195,7 @@ def conversations_of(
         turns=settings.turns,
         reasoning=settings.reasoning,
         supervise_reasoning=settings.supervise_reasoning,
+        cut=cut,
     )
     made = []
     for sample in samples:
@@ -200,7 +209,10 @@ def conversations_of(
             "messages": sample.messages,
             "input_ids": sample.input_ids,
             "supervised": sample.supervised,
-            "finish_reasons": ["stop" if ended else "none" for ended in sample.ended],
+            "finish_reasons": [
+                "length" if was_cut else "stop" if ended else "none"
+                for ended, was_cut in zip(sample.ended, sample.cut, strict=True)
+            ],
             "mask": sample.method,
         }
         made.append(("" if sample is samples[0] else f"#turn{sample.turn}", values))

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from ray_eagle.conversations.messages import Message, RowError
+from ray_eagle.conversations.messages import Message, Reasoning, RowError, keep_reasoning
 from ray_eagle.conversations.template import SENTINEL, common_start
 
 Turns = Literal["all", "last", "split"]
-Reasoning = Literal["keep", "drop", "last"]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -34,6 +33,8 @@ class Sample:
     """[start, end) spans of `input_ids`."""
     ended: list[bool]
     """Of each supervised answer: does its span hold an end-of-turn mark?"""
+    cut: list[bool]
+    """Of each: did the target not end it itself? Then its span ends with its text."""
     method: Literal["template", "rendering"]
     turn: int
     """Number of its last answer, from 1."""
@@ -72,8 +73,11 @@ class Renderer:
         turns: Turns = "all",
         reasoning: Reasoning = "keep",
         supervise_reasoning: bool = True,
+        cut: frozenset[int] = frozenset(),
     ) -> list[Sample]:
         """One sample, or several with `split`, the last turn's first. `messages` ends with an answer.
+
+        `cut`: numbers of answers that were cut off; what the template writes behind their text, the target did not.
 
         Raises RowError, naming the turn, for what cannot be rendered or masked truly.
         """
@@ -82,14 +86,12 @@ class Renderer:
         if turns != "split":
             chosen = keep_reasoning(messages, reasoning)
             only = answers[-1:] if turns == "last" else answers
-            return [self._sample(chosen, tools, only, answers, supervise_reasoning, strict=True)[0]]
+            return [self._sample(chosen, tools, only, answers, supervise_reasoning, cut, strict=True)[0]]
         found, left = [], list(answers)
         while left:
             prefix = keep_reasoning(messages[: left[-1] + 1], reasoning)
             known = [i for i in answers if i <= left[-1]]
-            sample, covered = self._sample(
-                prefix, tools, left, known, supervise_reasoning, strict=False, source=messages
-            )
+            sample, covered = self._sample(prefix, tools, left, known, supervise_reasoning, cut, strict=False)
             found.append(sample)
             left = [i for i in left if i not in covered]
         return found
@@ -101,13 +103,13 @@ class Renderer:
         wanted: list[int],
         answers: list[int],
         supervise_reasoning: bool,
+        cut: frozenset[int],
         *,
         strict: bool,
-        source: list[Message] | None = None,
     ) -> tuple[Sample, list[int]]:
         """A sample that ends with the last answer, and which of the wanted answers it supervises."""
         covered = list(wanted)
-        if self.has_blocks and strict:
+        if self.has_blocks and strict and not cut:
             method: Literal["template", "rendering"] = "template"
             text, spans = self._by_blocks(messages, tools, wanted, answers)
         else:
@@ -115,19 +117,26 @@ class Renderer:
             text, spans, covered = self._by_rendering(messages, tools, wanted, answers, strict)
         if not spans:
             raise RowError("no supervised token: the chat template marks nothing that the assistant wrote")
+        cuts = [False] * len(spans)
+        if cut:  # then spans are from rendering, one an answer
+            cuts = [i in cut for i in covered]
+            turns = [answers.index(i) + 1 for i in covered]
+            of_spans = zip(spans, covered, turns, strict=True)
+            spans = [self._cut_short(text, span, messages[i], t) if i in cut else span for span, i, t in of_spans]
         text = text[: spans[-1].end]
         ids, edges = self._encode(text, spans)
-        supervised, ended = [], []
-        for span, (start, end) in zip(spans, edges, strict=True):
+        supervised, ended, was_cut = [], [], []
+        for span, (start, end), one in zip(spans, edges, cuts, strict=True):
             if not supervise_reasoning and span.thought > span.start:
                 start += self._tokens_before(ids[start:end], text[span.start : span.end], span.thought - span.start)
             if start < end:
                 supervised.append([start, end])
                 ended.append(any(text[: span.end].endswith(stop) for stop in self.stops))
+                was_cut.append(one)
         if not supervised:
             raise RowError("no supervised token: the answers are empty")
         turn = answers.index(covered[-1]) + 1
-        return Sample(messages, ids, supervised, ended, method, turn), covered
+        return Sample(messages, ids, supervised, ended, was_cut, method, turn), covered
 
     # --- where the answers are -------------------------------------------------------------------------------------------
 
@@ -221,6 +230,21 @@ class Renderer:
         """Through the first end-of-turn mark; whole without one."""
         end = self._first_stop(text, 0, len(text))
         return text if end is None else text[:end]
+
+    def _cut_short(self, text: str, span: _Span, message: Message, turn: int) -> _Span:
+        """Only through what an answer that was cut off says: its text, or where it has none its reasoning."""
+        written, said = text[span.start : span.end], message["content"]
+        if said.strip():
+            stop = next((stop for stop in self.stops if written.endswith(stop)), "")
+            kept = written.removesuffix(stop).rstrip()
+            if not kept.endswith(said.rstrip()):
+                raise RowError(f"turn {turn}: it was cut off, and the chat template writes more behind its text")
+            behind = len(said) - len(said.rstrip())
+            end = len(kept) + common_start(written[len(kept) :], said[len(said) - behind :])
+        else:
+            said, begin = message.get("reasoning_content", "").strip(), self.around_reasoning[0].rstrip()
+            end = written.index(said, len(begin) if written.startswith(begin) else 0) + len(said)
+        return _Span(span.start, span.start + end, min(span.thought, span.start + end))
 
     def _first_stop(self, text: str, start: int, end: int) -> int | None:
         """Where the first end-of-turn mark inside [start, end) ends."""
@@ -378,16 +402,3 @@ class Renderer:
 
     def _text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def keep_reasoning(messages: list[Message], reasoning: Reasoning) -> list[Message]:
-    """With `last`, reasoning stays in the answers after the last user message; with `drop`, nowhere."""
-    first = len(messages)
-    if reasoning == "keep":
-        first = 0
-    elif reasoning == "last":
-        first = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=0)
-    return [
-        m if i >= first else {key: value for key, value in m.items() if key != "reasoning_content"}
-        for i, m in enumerate(messages)
-    ]

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from ray_eagle.errors import InputError
 
 Shape = Literal["messages", "sharegpt", "prompt", "turns", "text"]
+Reasoning = Literal["keep", "drop", "last"]
 Message = dict[str, Any]
 
 ROLES = {
@@ -96,7 +97,7 @@ def read_row(raw: Any, shape: Shape, marks: tuple[str, str]) -> Row:
         if not (shape == "text" and isinstance(raw, str)):
             raise RowError(f"expected a JSON object, found {type(raw).__name__}")
         raw = {"text": raw}
-    messages = [_checked(message, marks) for message in _READERS[shape](raw)]
+    messages = [checked(message, marks) for message in _READERS[shape](raw)]
     tools = _tools(raw)
     try:
         json.dumps(
@@ -201,7 +202,7 @@ _READERS: dict[str, Callable[[dict[str, Any]], list[Message]]] = {
 }
 
 
-def _checked(message: Message, marks: tuple[str, str]) -> Message:
+def checked(message: Message, marks: tuple[str, str]) -> Message:
     """Known keys alone, a known role, content as one text, reasoning in `reasoning_content`."""
     said = message.get("role")
     role = ROLES.get(said.lower()) if isinstance(said, str) else None
@@ -224,6 +225,19 @@ def _checked(message: Message, marks: tuple[str, str]) -> Message:
         if isinstance(message.get(key), str):
             clean[key] = message[key]
     return clean
+
+
+def keep_reasoning(messages: list[Message], reasoning: Reasoning) -> list[Message]:
+    """With `last`, reasoning stays in the answers after the last user message; with `drop`, nowhere."""
+    first = len(messages)
+    if reasoning == "keep":
+        first = 0
+    elif reasoning == "last":
+        first = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=0)
+    return [
+        m if i >= first else {key: value for key, value in m.items() if key != "reasoning_content"}
+        for i, m in enumerate(messages)
+    ]
 
 
 def take_apart(content: str, marks: tuple[str, str]) -> tuple[str, str]:

@@ -1,10 +1,8 @@
 """Prompts: read them, split them by a stable hash, and keep near-duplicates of training prompts out of the probe."""
 
 import hashlib
-import json
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from ray_eagle.config import GenerateConfig
@@ -29,6 +27,8 @@ class Prompt:
     split: Split = "train"
     system: str = ""
     """The system message before the first; empty for none."""
+    row: int = 0
+    """Number of its row in the file, from 1; 0 when not known."""
 
 
 def load_prompts(config: GenerateConfig) -> list[Prompt]:
@@ -53,7 +53,7 @@ def load_rows(config: GenerateConfig) -> tuple[list[Prompt], list[dict[str, Any]
                 name = row.id
                 if name in first:
                     raise RowError(f"same id as row {first[name]}")
-                prompts.append(_prompt_of(row, regenerate=config.answers == "regenerate"))
+                prompts.append(_prompt_of(row, number, regenerate=config.answers == "regenerate"))
                 first[name] = number
             except RowError as error:
                 rejected.append({"row": number, "source_id": name, "reason": str(error)})
@@ -87,7 +87,7 @@ def refuse_all(source: str, rejected: list[dict[str, Any]]) -> NoReturn:
     )
 
 
-def _prompt_of(row: Row, *, regenerate: bool) -> Prompt:
+def _prompt_of(row: Row, number: int, *, regenerate: bool) -> Prompt:
     """What the user says, for the target to answer. Raises RowError for a row whose answers hang on tools."""
     users = tuple(m["content"] for m in row.messages if m["role"] == "user")
     system = "\n\n".join(m["content"] for m in row.messages if m["role"] in ("system", "developer"))
@@ -95,7 +95,7 @@ def _prompt_of(row: Row, *, regenerate: bool) -> Prompt:
         raise RowError("it uses tools, whose results cannot be made again. Set generate.answers to keep")
     if regenerate and not all(text.strip() for text in users):
         raise RowError("a message of the user is empty")
-    return Prompt(row.id, row.category, users, system=system)
+    return Prompt(row.id, row.category, users, system=system, row=number)
 
 
 def prompts_hash(config: GenerateConfig) -> str:
@@ -103,43 +103,13 @@ def prompts_hash(config: GenerateConfig) -> str:
     return source_hash(config.prompts)
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """One `{"id", "category", "turns": [user message, ...]}` a line. Raises InputError that names file and line."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"prompts file {path} cannot be read ({error.strerror}). Check generate.prompts.") from None
-    prompts: dict[str, Prompt] = {}
-    lines: dict[str, int] = {}
-    # not splitlines: JSON may hold U+2028 and its like as they are
-    for number, line in enumerate(content.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        prompt = _parse(line, where)
-        if prompt.id in prompts:
-            first = lines[prompt.id]
-            raise InputError(f"{where}: expected distinct ids, found {prompt.id!r} as in line {first}. Rename one.")
-        prompts[prompt.id], lines[prompt.id] = prompt, number
-    if not prompts:
-        raise InputError(f"prompts file {path}: expected at least one prompt, found none.")
-    return list(prompts.values())
-
-
-def _parse(line: bytes, where: str) -> Prompt:
-    expected = 'expected {"id": text, "category": text, "turns": [text, ...]}'
-    try:
-        row: Any = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise InputError(f"{where}: expected UTF-8, found other bytes ({error}). Convert the file.") from None
-    except ValueError as error:
-        raise InputError(f"{where}: {expected}, found broken JSON ({error}). Correct or delete the line.") from None
-    turns = row.get("turns") if isinstance(row, dict) else None
-    if not (isinstance(turns, list) and turns and all(isinstance(t, str) and t.strip() for t in turns)):
-        raise InputError(f"{where}: {expected}, found turns {turns!r}. Correct or delete the line.")
-    if not isinstance(row.get("id"), str):
-        raise InputError(f"{where}: {expected}, found id {row.get('id')!r}. Give every prompt an id.")
-    return Prompt(row["id"], str(row.get("category", "none")), tuple(turns))
+def read_prompts(source: str) -> list[Prompt]:
+    """Every row of a file as a prompt, in any shape. Raises InputError that names the first row that cannot be used."""
+    prompts, unusable = load_rows(GenerateConfig(prompts=source, held_out_share=0, validation_share=0))
+    if unusable:
+        first = unusable[0]
+        raise InputError(f"prompts file {source}, row {first['row']}: {first['reason']}. Correct or delete it.")
+    return prompts
 
 
 def split_prompts(

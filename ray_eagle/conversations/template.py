@@ -43,6 +43,12 @@ def render_next_turn(tokenizer: Any, messages: list[dict[str, str]], user: str, 
     return _encode(tokenizer, tail[len(end_of_turn) :])
 
 
+def begins_to_reason(tokenizer: Any, mark: str) -> bool:
+    """Does the generation prompt end with the mark that begins reasoning?"""
+    text = _render(tokenizer, [{"role": "user", "content": "?"}], generate=True).rstrip()
+    return bool(mark.strip()) and text.endswith(mark.strip())
+
+
 def _render(tokenizer: Any, messages: list[dict[str, str]], *, generate: bool) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
 

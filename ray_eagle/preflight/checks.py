@@ -9,7 +9,7 @@ from ray_eagle import cluster
 from ray_eagle.config import Config
 from ray_eagle.conversations.inputs import count_rows
 from ray_eagle.errors import EagleError
-from ray_eagle.preflight import artifacts, machine
+from ray_eagle.preflight import artifacts, machine, servers
 from ray_eagle.preflight.estimate import estimate_run, human_bytes
 from ray_eagle.preflight.gpus import check_gpus
 from ray_eagle.preflight.kernels import check_kernels
@@ -53,6 +53,8 @@ class _Checks:
             self._guard("tokenizer", lambda: artifacts.check_tokenizer(facts, config.target))
             if path := config.drafter.path:
                 self._guard("drafter", lambda: artifacts.check_given_drafter(path, facts))
+            if config.generate.backend != "embedded" and not self.run.finished("generate"):
+                self._guard("servers", lambda: servers.check_servers(config.generate, facts))
         self._guard("environment", lambda: machine.check_environment(os.environ))
         self._guard("port", lambda: machine.check_port(config.serve))
         self._guard("GPUs", self._nodes)
@@ -126,8 +128,9 @@ class _Checks:
     def _memory(self) -> list[Finding]:
         if not self.weights:
             return []
-        stages = (self.config.generate, self.config.extract)
-        copies = max([1, *(stage.actors for stage in stages if stage.gpus == 0)])
+        generate, extract = self.config.generate, self.config.extract
+        stages = ((generate.copies, generate.gpus), (extract.actors, extract.gpus))
+        copies = max([1, *(copies for copies, gpus in stages if gpus == 0)])
         device = torch.device("cuda" if self.config.extract.gpus else "cpu")
         loaded = self.weights.loaded_bytes(choose_dtype(self.config.target.dtype, device))
         return machine.check_memory(loaded, copies, machine.available_memory(), here=self.nodes == 1)

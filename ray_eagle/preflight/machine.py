@@ -20,7 +20,7 @@ TEMPORARY = Path(tempfile.gettempdir())
 def gpu_demand(config: Config) -> tuple[float, list[str]]:
     """The most GPUs that one stage holds at a time, and the stages that ask for any."""
     demand = {
-        "generate": config.generate.actors * config.generate.gpus,
+        "generate": config.generate.copies * config.generate.gpus,
         "extract": config.extract.actors * config.extract.stages * config.extract.gpus,
         "train": config.train.workers * float(config.train.use_gpu),
         "serve": config.serve.gpus,
@@ -31,7 +31,7 @@ def gpu_demand(config: Config) -> tuple[float, list[str]]:
 def cpu_demand(config: Config) -> tuple[float, str]:
     """The most logical CPUs that one stage holds at a time, and which stage."""
     demand = {
-        "generate": config.generate.actors * config.generate.cpus,
+        "generate": config.generate.copies * config.generate.cpus,
         "extract": config.extract.actors * config.extract.stages * config.extract.cpus,
         "train": config.train.workers * config.train.cpus_per_worker,
         "serve": config.serve.cpus,

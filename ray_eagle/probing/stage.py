@@ -212,7 +212,7 @@ def probe_prompts(config: Config, facts: TargetFacts) -> tuple[list[ProbePrompt]
     trained = ShingleIndex([shingles(" ".join(p.turns)) for p in known if p.split != "held_out"])
     chosen: list[Prompt] = [p for p in known if p.split == "held_out"]
     if config.probe.prompts:
-        chosen = read_prompts(Path(config.probe.prompts).expanduser())
+        chosen = read_prompts(config.probe.prompts)
     far = [p for p in chosen if trained.closest(shingles(" ".join(p.turns))) < config.generate.near_duplicate]
     if not chosen:
         raise InputError(

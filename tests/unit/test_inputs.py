@@ -251,7 +251,9 @@ def test_a_hub_dataset_needs_its_package_and_is_never_taken_for_a_path() -> None
     config = absolute_paths(load_config(flags=["--generate.prompts", "hub:some/set:test"]).config)
     assert config.generate.prompts == "hub://some/set:test"
     assert source_hash(config.generate.prompts) != source_hash("hub://some/set")
-    with pytest.raises(InputError, match=r"need the package datasets, which is not installed. pip install datasets"):
+    with pytest.raises(
+        InputError, match=r"need the package datasets, which is not installed. pip install 'ray-eagle\[datasets\]'"
+    ):
         list(read_chunks(config.generate.prompts))
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from ray_eagle.config import GenerateConfig
 from ray_eagle.conversations.prompts import (
-    BUILTIN,
     Prompt,
     ShingleIndex,
     load_prompts,
@@ -67,7 +66,7 @@ def row(name: str = "a", **changes: object) -> str:
 
 
 def test_shipped_set_is_large_and_balanced() -> None:
-    prompts = read_prompts(BUILTIN)
+    prompts = read_prompts("builtin")
     categories = Counter(p.category for p in prompts)
     assert len(prompts) >= 240
     assert len(categories) == 8
@@ -77,7 +76,7 @@ def test_shipped_set_is_large_and_balanced() -> None:
 
 
 def test_no_two_shipped_prompts_are_close() -> None:
-    prompts = read_prompts(BUILTIN)
+    prompts = read_prompts("builtin")
     sets = [shingles(" ".join(p.turns)) for p in prompts]
     close = [
         (prompts[i].id, prompts[j].id)
@@ -187,44 +186,49 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     odd = "line\u2028separator, next\u0085line, form\\ffeed, emoji 🦅"
     raw = '{"id": "b", "turns": ["' + odd + '", "Zweite\\nZeile"]}\r'
     file = write(tmp_path / "p.jsonl", row("a", category="math"), "", "   ", raw)
-    assert read_prompts(file) == [
-        Prompt("a", "math", ("Question a?",)),
-        Prompt("b", "none", (odd.replace("\\f", "\f"), "Zweite\nZeile")),
+    assert read_prompts(str(file)) == [
+        Prompt("a", "math", ("Question a?",), row=1),
+        Prompt("b", "none", (odd.replace("\\f", "\f"), "Zweite\nZeile"), row=4),
     ]
 
 
 @pytest.mark.parametrize(
-    ("line", "expected", "found"),
+    ("line", "reason"),
     [
-        ('{"id": "x", "turns": ["a"]', '"turns": [text, ...]', "found broken JSON"),
-        ("not json", '"turns": [text, ...]', "found broken JSON"),
-        ("[1, 2]", '"turns": [text, ...]', "found turns None"),
-        ('"text"', '"turns": [text, ...]', "found turns None"),
-        ('{"id": "x"}', '"turns": [text, ...]', "found turns None"),
-        (row("x", turns=[]), '"turns": [text, ...]', "found turns []"),
-        (row("x", turns="Hello"), '"turns": [text, ...]', "found turns 'Hello'"),
-        (row("x", turns=["a", 3]), '"turns": [text, ...]', "found turns ['a', 3]"),
-        (row("x", turns=["a", " \n"]), '"turns": [text, ...]', "found turns ['a', ' \\n']"),
-        ('{"turns": ["a"]}', '"id": text', "found id None"),
-        (row("x", id=3), '"id": text', "found id 3"),
-        (row("l2"), "distinct ids", "found 'l2' as in line 2"),
-        (b'{"id": "x", "turns": ["caf\xe9"]}', "expected UTF-8", "other bytes"),
+        ('{"id": "x", "turns": ["a"]', "broken JSON"),
+        ("not json", "broken JSON"),
+        ("[1, 2]", "expected a JSON object, found list"),
+        ('"text"', "expected a JSON object, found str"),
+        ('{"id": "x"}', "turns: expected a list"),
+        (row("x", turns=[]), "turns: expected a list that is not empty, found []"),
+        (row("x", turns="Hello"), "turns: expected JSON, found 'Hello'"),
+        (row("x", turns=["a", 3]), "turn 2: expected text, found 3"),
+        (row("x", turns=["a", " \n"]), "turn 2: expected text"),
+        (row("l2"), "same id as row 2"),
+        (b'{"id": "x", "turns": ["caf\xe9"]}', "UTF-8"),
     ],
 )
-def test_broken_line_is_named_with_its_number(tmp_path: Path, line: str | bytes, expected: str, found: str) -> None:
+def test_broken_line_is_named_with_its_number(tmp_path: Path, line: str | bytes, reason: str) -> None:
     file = write(tmp_path / "p.jsonl", "", *(row(f"l{n}") for n in range(2, 6)), line, row("z"))
     with pytest.raises(InputError) as caught:
-        read_prompts(file)
+        read_prompts(str(file))
     message = str(caught.value)
-    assert message.startswith(f"{file}, line 6: ")
-    assert expected in message
-    assert found in message
+    assert message.startswith(f"prompts file {file}, row 6: ")
+    assert reason in message
+
+
+def test_prompts_of_a_probe_may_have_any_shape(tmp_path: Path) -> None:
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    file = write(
+        tmp_path / "p.jsonl", json.dumps({"id": "m", "messages": [*talk, {"role": "assistant", "content": "x"}]})
+    )
+    assert read_prompts(str(file)) == [Prompt("m", "none", ("Why?",), system="Be brief.", row=1)]
 
 
 def test_empty_and_missing_files_are_named(tmp_path: Path) -> None:
     empty = write(tmp_path / "empty.jsonl", "", " ")
-    with pytest.raises(InputError, match=r"empty\.jsonl: expected at least one prompt, found none"):
-        read_prompts(empty)
+    with pytest.raises(InputError, match=r"empty\.jsonl: expected "):
+        read_prompts(str(empty))
     for path in (tmp_path / "missing.jsonl", tmp_path):
         for read in (load_prompts, prompts_hash):
             with pytest.raises(InputError) as caught:

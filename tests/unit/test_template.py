@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ray_eagle.config import GenerateConfig, TargetConfig
-from ray_eagle.conversations.generate import Batch, Generator, check_template_system
+from ray_eagle.conversations.batches import Batch
+from ray_eagle.conversations.generate import Generator, check_template_system
 from ray_eagle.conversations.prompts import Prompt
 from ray_eagle.conversations.template import render_next_turn, render_prompt
 from ray_eagle.errors import InputError
@@ -178,7 +179,8 @@ def test_stored_ids_are_the_ones_the_target_wrote_and_not_those_of_its_text(tmp_
     settings = GenerateConfig(max_new_tokens=10)
     generator = Generator(target, read_facts(target), settings, seed=0)
     prompts = (Prompt("x", "c", ("Hello", "and then?")), Prompt("y", "c", ("ab",)))
-    rows = generator.work(Batch(0, prompts))
+    rows, rejected = generator.work(Batch(0, prompts))
+    assert not rejected
     assert [row["source_id"] for row in rows] == ["x", "y"]
     tokenizer, model = generator.tokenizer, generator.model
     for row, prompt in zip(rows, prompts, strict=True):
@@ -203,7 +205,7 @@ def test_a_rows_system_message_and_the_last_turn_alone(tmp_path: Path) -> None:
     rows = [
         Generator(target, read_facts(target), GenerateConfig(max_new_tokens=4, turns=turns), 0).work(
             Batch(0, (prompt,))
-        )[0]
+        )[0][0]
         for turns in ("all", "last")
     ]
     tokenizer = merging_tokenizer()
