@@ -42,6 +42,8 @@ def load_engine(
         target=facts.path,
         drafter=drafter_folder,
         shape=shape,
+        layers=facts.layers,
+        model_type=facts.model_type,
         vocab_size=facts.vocab_size,
         max_positions=min(facts.max_position_embeddings, serve.context_length or facts.max_position_embeddings),
         seed=seed,

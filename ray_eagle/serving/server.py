@@ -27,6 +27,7 @@ from ray_eagle.serving.passes import Answer, full_batch, step_seconds, verify_pa
 from ray_eagle.serving.streams import Reply, post_all
 
 ASK_S = 30.0
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NOTHING, EVERYTHING = (math.inf, -math.inf), (-math.inf, math.inf)
 Get = Callable[[str], str]
 """GET of a path of the server: its body. Raises ServingError."""
@@ -40,6 +41,10 @@ class Models:
     drafter: Path | None
     """A folder that SGLang loads; None: random weights of `shape`."""
     shape: DrafterShape
+    layers: int
+    """Of the target,"""
+    model_type: str
+    """and its family: engines read a drafter's layer ids by them."""
     vocab_size: int
     max_positions: int
     seed: int
@@ -237,6 +242,24 @@ class ServerEngine:
         dtype = torch.float16 if self._config.dtype == "float16" else torch.bfloat16
         save_drafter(random_drafter(models.shape, models.seed), folder, dtype)
         return folder
+
+
+def with_layer_ids(folder: Path, ids: list[int], scratch: Path) -> Path:
+    """The drafter's folder if its config says these ids, else one in `scratch` that says them beside the same files."""
+    config = json.loads((folder / "config.json").read_text())
+    nested = config.get("eagle_config")
+    if (nested or config).get(LAYER_IDS) == ids:
+        return folder
+    copy = scratch / "with-layer-ids"
+    copy.mkdir()
+    for path in folder.iterdir():
+        if path.name != "config.json":
+            (copy / path.name).symlink_to(path.absolute())
+    config[LAYER_IDS] = ids
+    if isinstance(nested, dict):
+        config["eagle_config"] = {**nested, LAYER_IDS: ids}
+    (copy / "config.json").write_text(json.dumps(config, indent=2))
+    return copy
 
 
 def child_environment(config: ServeConfig) -> dict[str, str]:

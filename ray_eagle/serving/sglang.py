@@ -1,16 +1,18 @@
 """SGLang: flags, requests and answers, as releases 0.5.17 to 0.5.23 have them (`ray_eagle.serving.versions`)."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from ray_eagle.config import ServeConfig
+from ray_eagle.drafter.engines import Engine
 from ray_eagle.errors import ConfigError, InputError, ServingError, explain
 from ray_eagle.serving.engine import EngineFacts, Speculation, Work
 from ray_eagle.serving.passes import Answer
-from ray_eagle.serving.server import Get, Models, child_environment, read_event, tensor_parallel
+from ray_eagle.serving.server import Get, Models, child_environment, read_event, tensor_parallel, with_layer_ids
 from ray_eagle.serving.streams import Reply
 from ray_eagle.serving.versions import release_of
 
@@ -72,7 +74,11 @@ class SGLang:
         return words + (["--speculative-draft-attention-backend", backend] if backend else [])
 
     def drafter(self, folder: Path, scratch: Path) -> Path:
-        return folder
+        """With the ids that this release takes for the drafter's layers: for some families it counts inputs."""
+        models, release = self._models, re.match(r"\d+\.\d+\.\d+", self._config.version or self.version)
+        assert release  # by release_of
+        ids = Engine("sglang", release.group()).ids_for(list(models.shape.aux_layers), models.layers, models.model_type)
+        return with_layer_ids(folder, ids, scratch)
 
     def body(self, work: Work) -> dict[str, Any]:
         """Every sampling parameter is named: the server would take others from the target's generation config."""

@@ -15,10 +15,9 @@ from ray_eagle.config import ServeConfig
 from ray_eagle.errors import ConfigError, InputError, ServingError
 from ray_eagle.serving.engine import EngineFacts, Speculation, Work
 from ray_eagle.serving.passes import Answer
-from ray_eagle.serving.server import Get, Models, child_environment, read_event, tensor_parallel
+from ray_eagle.serving.server import Get, Models, child_environment, read_event, tensor_parallel, with_layer_ids
 from ray_eagle.serving.streams import Reply
 
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 SERVED_NAME = "target"
 SAMPLE = re.compile(r"^vllm:(spec_decode_num_\w+?)(?:_total)?(?:\{([^}]*)\})?\s+([0-9.eE+]+)\s*$")
 
@@ -91,18 +90,7 @@ class VLLM:
         return ["--speculative-config", json.dumps(chosen)]
 
     def drafter(self, folder: Path, scratch: Path) -> Path:
-        copy = scratch / "vllm-drafter"
-        copy.mkdir()
-        for path in folder.iterdir():
-            if path.name != "config.json":
-                (copy / path.name).symlink_to(path.absolute())
-        config = json.loads((folder / "config.json").read_text())
-        ids = [layer + 1 for layer in self._models.shape.aux_layers]
-        config[LAYER_IDS] = ids
-        if isinstance(config.get("eagle_config"), dict):
-            config["eagle_config"] = {**config["eagle_config"], LAYER_IDS: ids}
-        (copy / "config.json").write_text(json.dumps(config, indent=2))
-        return copy
+        return with_layer_ids(folder, [layer + 1 for layer in self._models.shape.aux_layers], scratch)
 
     def body(self, work: Work) -> dict[str, Any]:
         body: dict[str, Any] = {

@@ -184,7 +184,7 @@ def metrics(accepted: list[int]) -> str:
 
 @pytest.fixture
 def vllm(tmp_path: Path) -> VLLM:
-    models = Models(Path("/models/target"), None, tiny_shape(), vocab_size=260, max_positions=512, seed=0)
+    models = Models(Path("/models/target"), None, tiny_shape(), 8, "llama", vocab_size=260, max_positions=512, seed=0)
     return VLLM(ServeConfig(engine="vllm", python="python-with-vllm", gpus=2), models)
 
 

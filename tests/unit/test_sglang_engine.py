@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from ray_eagle.config import ServeConfig
-from ray_eagle.drafter.checkpoint import check_drafter
+from ray_eagle.drafter.checkpoint import check_drafter, save_drafter
+from ray_eagle.drafter.files import read_config
 from ray_eagle.errors import ConfigError, EagleError, InputError, ServingError
 from ray_eagle.probing.reports import ProbePrompt, ProbeReport
 from ray_eagle.probing.sweep import run_breakeven_sweep, run_sweep
@@ -21,7 +22,7 @@ from ray_eagle.serving.messages import GenerateReply
 from ray_eagle.serving.server import Models, ServerEngine
 from ray_eagle.serving.sglang import SGLang
 from tests.standin import expected_passes, plain_answer, write_interpreter
-from tests.tiny import tiny_shape
+from tests.tiny import tiny_drafter, tiny_shape
 
 GONE_S = 12
 
@@ -63,8 +64,33 @@ def start(
             **settings,
         }
     )
-    models = Models(Path("/models/target"), drafter, tiny_shape(), vocab_size=260, max_positions=512, seed=3)
+    models = Models(
+        Path("/models/target"), drafter, tiny_shape(), 8, "llama", vocab_size=260, max_positions=512, seed=3
+    )
     return ServerEngine(SGLang(config, models), config, models)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "written"), [("llama", [1, 3, 4]), ("deepseek_v3", [1, 3, 4]), ("kimi_k2", [3, 4, 6])]
+)
+def test_a_drafter_says_its_layers_as_the_server_reads_them(
+    tmp_path: Path, model_type: str, written: list[int]
+) -> None:
+    """For the families that it reads by the first id, unless that is 1: [3, 4, 6] are the outputs of 2, 3 and 5."""
+    outputs = (2, 3, 5) if model_type == "kimi_k2" else (1, 3, 4)
+    shape = tiny_shape(aux_layers=outputs)
+    folder = tmp_path / "drafter"
+    save_drafter(tiny_drafter(shape), folder)
+    config = ServeConfig(
+        engine="sglang", python=str(write_interpreter(tmp_path)), env={"STANDIN_VERSION": "0.5.23"}
+    )  # fmt: skip
+    models = Models(Path("/models/target"), folder, shape, 8, model_type, vocab_size=260, max_positions=512, seed=3)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    given = SGLang(config, models).drafter(folder, scratch)
+    assert (given == folder) == (written == list(outputs))
+    assert read_config(given)["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == written
+    assert (given / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
 @pytest.fixture
