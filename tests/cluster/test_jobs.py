@@ -190,7 +190,7 @@ def test_a_job_that_serves_leaves_nothing_of_serve(
     run = RunFolder.open(str(tmp_path / "run"))
     done = submit(head, checkout, "breakeven", write(tmp_path, settings, run=run.path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "breakeven: with 1 draft steps, at concurrency 1 you need " in done.stdout
+    assert "breakeven: with 1 draft steps at concurrency 1 a drafter must reach " in done.stdout
     [row] = run.of("breakeven").read_json("breakeven.json")["measured"]["rows"]
     assert (row["steps"], row["needed"] > 0) == (1, True)
 
