@@ -122,7 +122,8 @@ class Server:
         self.token = config.token
         # a server in a child process batches what comes at the same time
         self._thread = ThreadPoolExecutor(max_workers=1 if config.engine == "reference" else config.max_running)
-        self._watch = ThreadPoolExecutor(max_workers=1)
+        # threads of their own: a health check may wait for a server that hangs
+        self._watch, self._facts = ThreadPoolExecutor(max_workers=1), ThreadPoolExecutor(max_workers=1)
         counted = _Metrics().count
         # in the engine's own thread: torch keeps its number of threads for each thread
         self._replica = self._thread.submit(
@@ -172,7 +173,7 @@ class Server:
 
     @api.get("/info")
     async def info(self) -> Info:
-        return await asyncio.get_running_loop().run_in_executor(self._watch, self._replica.info)
+        return await asyncio.get_running_loop().run_in_executor(self._facts, self._replica.info)
 
     @api.get("/health")
     async def health(self) -> Health:
