@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from ray_eagle.cluster import ensure_resources
+from ray_eagle.cluster import ensure_resources, marked
 from ray_eagle.config import Config, GenerateConfig, TargetConfig
 from ray_eagle.conversations.conversation import Conversation, part_name, read_conversations
 from ray_eagle.conversations.keep import keep_answers
@@ -200,6 +200,7 @@ def _regenerate(config: Config, folder: Folder, facts: TargetFacts, tokenizer: A
                     name=name,
                     num_cpus=settings.cpus,
                     num_gpus=settings.gpus,
+                    **marked(settings.gpus),
                     max_restarts=0,
                     max_task_retries=0,
                 ).remote(config.target, facts, settings, config.seed)

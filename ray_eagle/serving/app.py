@@ -27,6 +27,7 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.metrics import Counter, Gauge
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
+from ray_eagle.cluster import marked
 from ray_eagle.config import Config, ServeConfig, TargetConfig
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.errors import ConfigError, EagleError, InputError, ServingError
@@ -197,7 +198,8 @@ def application(
 ) -> serve.Application:
     """The Serve application of these settings, with the drafter of a folder or a random one of a shape."""
     deployment = serve.deployment(
-        ray_actor_options={"num_cpus": config.serve.cpus, "num_gpus": config.serve.gpus},
+        ray_actor_options={"num_cpus": config.serve.cpus, "num_gpus": config.serve.gpus}
+        | marked(config.serve.gpus, ray.get_runtime_context().runtime_env if ray.is_initialized() else None),
         max_ongoing_requests=100,
         max_constructor_retry_count=1,  # the same files fail the same way
         health_check_period_s=2,
