@@ -2,7 +2,8 @@
 
 Each setting is one start of the server: all prompts at the first concurrency, some at the others. Then the server starts
 once more without speculation, for the baseline of all of them and to compare the text. What a measurement would silently
-get wrong is refused: simulated acceptance, a server that restarted in between, fewer requests at once than asked.
+get wrong is refused: simulated acceptance, a server that restarted in between, fewer requests at once than asked, requests
+of others.
 """
 
 from collections.abc import Sequence

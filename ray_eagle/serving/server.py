@@ -106,16 +106,15 @@ class ServerEngine:
             raise
 
     def configure(self, speculation: Speculation | None) -> None:
-        """Restart the server unless it decodes so already."""
+        """Restart the server unless it decodes so already. Raises ServingError once it is closed, besides `Engine`'s."""
         with self._gate.alone():
             if self._closed:
                 raise ServingError(f"{self._dialect.name}: the server is closed and starts no more.")
             if self._child and not self._failed and speculation == self._speculation:
                 return
             port, dialect = free_port(), self._dialect
-            command = dialect.command(
-                port, speculation, self._drafter
-            )  # what it cannot do is refused while the old one runs
+            # first: what it cannot do is refused while the old one runs
+            command = dialect.command(port, speculation, self._drafter)
             old, self._child = self._child, None
             try:
                 if old:
