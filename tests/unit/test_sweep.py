@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -260,6 +261,25 @@ def test_differences_that_nobody_could_judge_are_told_and_no_reason_to_serve() -
     assert [(d.id, d.index, d.gap) for d in report.differences] == [("p9", 3, None)]
     assert report.verdict == "broken" and "for no difference is it known" in str(report.reasons)
     assert any("1 of 1 answers that differ from plain text are unchecked" in note for note in report.notes)
+
+
+class Merged(Scripted):
+    """The server told its passes, but not in which order."""
+
+    def decode(self, **request: Any) -> Any:
+        made = super().decode(**request)
+        passes = [[replace(p, start=-1) for p in r.passes] for r in made]
+        return [r.model_copy(update={"passes": each}) for r, each in zip(made, passes, strict=True)]
+
+
+def test_passes_of_unknown_order_are_all_counted_and_the_report_says_so() -> None:
+    known = sweep(Scripted(right=1), settings=[Speculation(steps=3)], concurrencies=[1])
+    report = sweep(Merged(right=1), settings=[Speculation(steps=3)], concurrencies=[1])
+    assert (known.unordered_prompts, report.unordered_prompts) == (0, 10)
+    assert report.acceptance.verify_passes == known.acceptance_all_passes.verify_passes == 200
+    assert known.acceptance.verify_passes == 190, "the cut ones are known"
+    assert any("merged chunks of 10 of 10 answers" in note for note in report.notes)
+    assert not any("merged chunks" in note for note in known.notes)
 
 
 class OneByOne(Scripted):
