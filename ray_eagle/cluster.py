@@ -7,7 +7,7 @@ import os
 import platform
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_eagle.config import RayConfig
 from ray_eagle.errors import ConfigError, InputError, WorkerError, explain
 from ray_eagle.run import Folder
+from ray_eagle.serving import supervisor
 
 PACKAGES = ("ray", "torch", "transformers", "pyarrow", "safetensors", "numpy")
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the driver of a submitted job, and for nothing else
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 NODE_ANSWER_S = 60.0
+MINE = f"run-{os.getpid()}-{secrets.token_hex(4)}"
+"""Mark of the processes of this driver's actors."""
 
 _private = False
 
@@ -175,8 +178,8 @@ def visible_everywhere(folder: Folder) -> None:
         )
 
 
-def on_every_node(function: Callable[..., Any], *args: Any) -> list[NodeAnswer]:
-    """Call `function(*args)` in a task without CPUs or GPUs pinned on each node that is alive."""
+def on_every_node(function: Callable[..., Any], *args: Any, timeout_s: float = NODE_ANSWER_S) -> list[NodeAnswer]:
+    """Call `function(*args)` in a task without CPUs or GPUs pinned on each node that is alive, all at the same time."""
     task = ray.remote(num_cpus=0, max_retries=0)(function)
     refs = {}
     for node in ray.nodes():
@@ -184,8 +187,20 @@ def on_every_node(function: Callable[..., Any], *args: Any) -> list[NodeAnswer]:
             pin = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             ref = task.options(scheduling_strategy=pin).remote(*args)
             refs[ref] = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-    ray.wait(list(refs), num_returns=len(refs), timeout=NODE_ANSWER_S)
-    return [_answer(ref, node) for ref, node in refs.items()]
+    ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
+    return [_answer(ref, node, timeout_s) for ref, node in refs.items()]
+
+
+def marked(gpus: float, inherited: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Options of an actor that uses GPUs: its process carries this run's mark, so `preflight --free-gpus` knows it as ours.
+
+    A runtime environment of its own costs the start of a process, so actors without GPUs get none. Ray adds the job's
+    environment to it, but Serve does not: there it has to be `inherited`.
+    """
+    if not gpus:
+        return {}
+    before = dict(inherited or {})
+    return {"runtime_env": {**before, "env_vars": {**before.get("env_vars", {}), supervisor.MARK: MINE}}}
 
 
 def total(resource: str) -> float:
@@ -218,11 +233,11 @@ def _read(fs: pafs.FileSystem, path: str, name: str) -> str:
         return str(error)
 
 
-def _answer(ref: Any, node: str) -> NodeAnswer:
+def _answer(ref: Any, node: str, timeout_s: float) -> NodeAnswer:
     try:
         return NodeAnswer(node, ray.get(ref, timeout=0))
     except ray.exceptions.GetTimeoutError:
-        return NodeAnswer(node, error=f"no answer within {NODE_ANSWER_S:g} s")
+        return NodeAnswer(node, error=f"no answer within {timeout_s:g} s")
     except ray.exceptions.RayError as error:
         return NodeAnswer(node, error=_first_line(error))
 

@@ -40,8 +40,10 @@ MACHINE_ONLY = frozenset(
 )
 """Settings that decide where and how fast, not what: changing them redoes nothing."""
 
-SPEED = frozenset({("serve", "cpus"), ("serve", "gpus")})
-"""... but where a server runs decides what a probe measures."""
+SPEED = frozenset({("serve", "cpus"), ("serve", "gpus"), ("serve", "env"), ("serve", "python"), ("probe", "url")})
+"""... but where and with what a server runs decides what a probe measures."""
+REPLACED = frozenset({("serve", "steps"), ("serve", "topk"), ("serve", "draft_tokens")})
+"""A probe sets these itself, from settings of its own."""
 HASHED = frozenset({("generate", "prompts"), ("probe", "prompts"), ("drafter", "path")})
 """Files: their content is an input, not their place."""
 
@@ -191,14 +193,7 @@ class Pipeline:
         kind = KINDS[name]
         if self._arithmetic_only(name):
             return Origin(stage=name, settings=self.config.breakeven.model_dump(mode="json"), inputs={}, target={})
-        settings: dict[str, Any] = {
-            section: {
-                key: value
-                for key, value in getattr(self.config, section).model_dump(mode="json").items()
-                if (section, key) in SPEED or (key not in MACHINE_ONLY and (section, key) not in HASHED)
-            }
-            for section in kind.sections
-        }
+        settings: dict[str, Any] = {section: deciding(self.config, section) for section in kind.sections}
         settings["seed"] = self.config.seed
         settings["target"] = {
             "dtype": self.config.target.dtype,
@@ -300,6 +295,17 @@ class Pipeline:
         report = build_report(self.config, self.run)
         self.run.of("report").write_json("report.json", to_json(report))
         return Outcome(facts=to_json(report))
+
+
+def deciding(config: Config, section: str) -> dict[str, Any]:
+    """The settings of a group that decide what a stage makes, by name."""
+    values = getattr(config, section).model_dump(mode="json").items()
+    elsewhere = HASHED | REPLACED
+    return {
+        key: value
+        for key, value in values
+        if (section, key) in SPEED or (key not in MACHINE_ONLY and (section, key) not in elsewhere)
+    }
 
 
 def copy_config(config: Config, run: RunFolder) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from ray_eagle.cluster import ensure_resources
+from ray_eagle.cluster import ensure_resources, marked
 from ray_eagle.config import Config, GenerateConfig, TargetConfig
 from ray_eagle.conversations.batches import Batch, commit, gather_rejected, plan_batches
 from ray_eagle.conversations.chat import Made, TokenChat
@@ -164,6 +164,7 @@ def _answer_here(waiting: list[Batch], config: Config, facts: TargetFacts, folde
                 name=name,
                 num_cpus=settings.cpus,
                 num_gpus=settings.gpus,
+                **marked(settings.gpus),
                 max_restarts=0,
                 max_task_retries=0,
             ).remote(config.target, facts, settings, config.seed)

@@ -8,7 +8,7 @@ import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ray_eagle.cluster import ensure_resources, shortage
+from ray_eagle.cluster import ensure_resources, marked, shortage
 from ray_eagle.config import Config, ExtractConfig
 from ray_eagle.errors import ConfigError
 from ray_eagle.hidden_states import extractor
@@ -34,7 +34,10 @@ def make_pool(config: Config, facts: TargetFacts, folder: Folder) -> ActorPool:
 
     def whole(name: str) -> Member:
         actor = ray.remote(Extractor).options(
-            num_cpus=settings.cpus, num_gpus=settings.gpus, **_options(name, extractor.CONCURRENCY)
+            num_cpus=settings.cpus,
+            num_gpus=settings.gpus,
+            **marked(settings.gpus),
+            **_options(name, extractor.CONCURRENCY),
         )
         return Member(actor.remote(target, facts, settings, folder, name))
 

@@ -21,6 +21,7 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
+from ray_eagle.cluster import marked
 from ray_eagle.config import ExtractConfig, TargetConfig
 from ray_eagle.errors import EagleError, WorkerLost
 from ray_eagle.hidden_states.extractor import Shelf, Shelved, device_errors, packs_of, stored_aux, stored_teacher
@@ -178,6 +179,7 @@ class Pipeline:
                 name=f"{name}-stage-{i}",
                 num_cpus=settings.cpus,
                 num_gpus=settings.gpus,
+                **marked(settings.gpus),
                 max_restarts=0,
                 max_task_retries=0,
                 max_concurrency=THREADS,

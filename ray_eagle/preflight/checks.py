@@ -13,7 +13,7 @@ from ray_eagle.preflight import artifacts, machine, servers
 from ray_eagle.preflight.estimate import estimate_run, human_bytes
 from ray_eagle.preflight.gpus import check_gpus
 from ray_eagle.preflight.kernels import check_kernels
-from ray_eagle.preflight.node import NodeFacts, look
+from ray_eagle.preflight.node import LOOK_S, NodeFacts, look
 from ray_eagle.preflight.report import Estimate, Finding, PreflightReport
 from ray_eagle.run import RunFolder
 from ray_eagle.target.loading import TargetFacts, choose_dtype, read_facts
@@ -99,7 +99,7 @@ class _Checks:
             any(stage != "serve" or self.config.serve.engine == "reference" for stage in stages),
         )
         if self.connected:
-            answers = cluster.on_every_node(look, cluster.live_jobs(), serve, here)
+            answers = cluster.on_every_node(look, cluster.live_jobs(), serve, here, timeout_s=LOOK_S)
         else:
             answers = [cluster.NodeAnswer("", look(frozenset(), serve, here))]
         self.nodes = len(answers)

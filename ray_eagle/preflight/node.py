@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from ray_eagle import cluster
 from ray_eagle.config import ServeConfig
 from ray_eagle.preflight.gpus import NodeGpus, inspect
-from ray_eagle.preflight.kernels import KernelFacts, kernel_facts
+from ray_eagle.preflight.kernels import ASK_S, KernelFacts, kernel_facts
 from ray_eagle.preflight.machine import TEMPORARY
 from ray_eagle.serving.server import child_environment
+
+INTERPRETERS = 2
+"""At most so many are asked: this one, and the one of a server in a child process."""
+LOOK_S = INTERPRETERS * ASK_S + 60
+"""Longest look at a node, the start of a process there included."""
 
 
 @dataclass(frozen=True)

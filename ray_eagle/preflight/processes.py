@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-OWNED_VARIABLE = "RAY_EAGLE_OWNED"
+from ray_eagle.serving import supervisor
+
+OWNED_VARIABLE = supervisor.MARK
 PROC = Path("/proc")
 REAPERS = frozenset(
     {"systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "containerd-shim", "conmon", "slurmstepd"}
@@ -120,14 +122,22 @@ def read_process(pid: int, proc: Path = PROC, uptime: float | None = None) -> Pr
 
 
 def recorded_replicas(temporary: Path) -> dict[str, tuple[int, int]]:
-    """Mark -> pid and start of the replica of each server that a supervisor of any user recorded below this folder."""
+    """Mark -> pid and start of the replica of each server that a supervisor of this user recorded below this folder.
+
+    Only where nobody else can write: a record decides who is ended. Those of other boots or containers count other processes.
+    """
+    folder = temporary / f"ray_eagle-{os.getuid()}" / "servers"
+    if supervisor.fault_of(folder.parent) or supervisor.fault_of(folder):
+        return {}
     found = {}
-    for path in temporary.glob("ray_eagle-*/servers/*.json"):
+    for path in folder.glob("*.json"):
         try:
             record = json.loads(path.read_text())
+            if not supervisor.is_here(record):
+                continue
             found[str(record["mark"])] = (int(record["replica"]), int(record["replica_started"]))
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # being written, or of another user
+            continue  # being written
     return found
 
 

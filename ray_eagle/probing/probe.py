@@ -9,6 +9,8 @@ from typing import Protocol
 
 from ray_eagle.errors import InputError
 from ray_eagle.probing.acceptance import Acceptance
+from ray_eagle.probing.differences import differences_from, faults_of, plain_gaps, unchecked_notes
+from ray_eagle.probing.phase import WARM_UP_TOKENS
 from ray_eagle.probing.reports import (
     Bootstrap,
     BreakevenReport,
@@ -17,18 +19,17 @@ from ray_eagle.probing.reports import (
     breakeven_row,
     build_report,
     context_notes,
-    differences_from,
     evenly,
     timing,
 )
 from ray_eagle.probing.speed import Timing, pool
+from ray_eagle.serving.engine import Speculation
 from ray_eagle.serving.messages import GenerateReply
 
 Progress = Callable[[int, int, str], None]
 """Called with (prompts done, prompts in all, note)."""
 Predict = Callable[[int], Acceptance | None]
 """Acceptance that a walk over captured states predicts at a number of draft steps."""
-WARM_UP_TOKENS = 8
 
 
 class Client(Protocol):
@@ -50,11 +51,13 @@ def run_probe(
     seed: int = 0,
     progress: Progress = lambda done, total, note: None,
     predict: Predict = lambda steps: None,
+    decode_plainly: Callable[..., list[GenerateReply]] | None = None,
 ) -> ProbeReport:
     """Decode every prompt speculatively, `plain_prompts` of them (evenly spread) plainly as well, and judge.
 
     The first prompt also warms up, uncounted. Raises InputError without prompts or complete passes, and what the client
-    raises. `predict`: what a walk over captured states gives at a number of steps, where there are some.
+    raises. `predict`: what a walk over captured states gives at a number of steps, where there are some. `decode_plainly`:
+    `decode` of a client that speculates not, to see how close choices were where text differs.
     """
     _warm_up(client, prompts, max_new_tokens, (steps,))
     both_ways = set(evenly(len(prompts), plain_prompts))
@@ -73,16 +76,20 @@ def run_probe(
         note = f"acceptance length {1 + accepted_so_far / cycles:.2f}" if cycles else "no verify pass yet"
         progress(number + 1, len(prompts), note)
     predicted = predict(steps)
-    return build_report(
+    again = plain_gaps(decode_plainly, prompts, [(dict(enumerate(replies)), plain)]) if decode_plainly else {}
+    differing = {Speculation(steps=steps): differences_from(prompts, replies, plain, again)}
+    report = build_report(
         prompts,
         replies,
         plain,
-        differences_from(prompts, replies, plain),
+        *differing.values(),
         steps=steps,
         max_new_tokens=max_new_tokens,
         bootstrap=Bootstrap(confidence, resamples, seed),
         predicted=(predicted.acceptance_length, predicted.interval) if predicted else None,
+        faults=faults_of(differing),
     )
+    return report.model_copy(update={"notes": [*report.notes, *unchecked_notes(differing)]})
 
 
 def run_breakeven(
@@ -109,7 +116,8 @@ def run_breakeven(
         plain = client.generate(input_ids=prompt.input_ids, max_new_tokens=max_new_tokens, steps=1, plain=True)
         for count in timings:
             reply = client.generate(input_ids=prompt.input_ids, max_new_tokens=max_new_tokens, steps=count, plain=False)
-            timings[count].append(timing(reply, plain))
+            if both := timing(reply, plain):
+                timings[count].append(both)
             contexts[count].append(reply)
         progress(number + 1, len(prompts), "")
     rows = [

@@ -62,7 +62,9 @@ class Difference(Report):
     id: str
     index: int
     gap: float | None = None
-    """How far apart the plain model's two best tokens were there, in log-probability; None where not asked for."""
+    """How far apart the plain model's two best tokens were there, in log-probability; None where that is not known."""
+    past_the_end: bool = False
+    """One answer begins the other: both are the same up to where one of them ends, which rounding never explains."""
 
 
 class SweepRow(Report):
@@ -96,7 +98,7 @@ class ProbeReport(Report):
     max_new_tokens: int
     prompts: int
     acceptance: Acceptance
-    """Over complete passes: the figure to quote."""
+    """Over complete passes, and all of the answers in `unordered_prompts`: the figure to quote."""
     acceptance_all_passes: Acceptance
     """The cut pass at each answer's end included."""
     acceptance_without_repeats: Acceptance | None
@@ -182,7 +184,7 @@ def build_report(
 
     whole = pooled([row.accepted for row in rows], categories)
     fresh = [passes_without_repeats(row.tokens, row.prompt_length, row.starts, row.accepted) for row in rows]
-    timings = [timing(reply, plain[i]) if i in plain else None for i, reply in enumerate(replies)]
+    timings = [timing(reply, plain.get(i)) for i, reply in enumerate(replies)]
     speed = pool([t for t in timings if t], **vars(bootstrap))
     gained = speedup_interval(
         np.array([sum(row.accepted) + len(row.accepted) for row in rows], dtype=np.float64),
@@ -199,8 +201,10 @@ def build_report(
         predicted=predicted,
         flags=flags,
         faults=faults,
+        unchecked=bool(differences) and all(d.gap is None for d in differences),
     )
     context = mean_context(replies)
+    unordered = sum(any(p.start < 0 for p in reply.passes) for reply in replies)
     return ProbeReport(
         steps=steps,
         max_new_tokens=max_new_tokens,
@@ -223,9 +227,9 @@ def build_report(
         by_prompt_length=pooled(
             [row.accepted for row in rows], [length_bucket(row.prompt_length) for row in rows]
         ).by_category,
-        unordered_prompts=sum(any(p.start < 0 for p in reply.passes) for reply in replies),
+        unordered_prompts=unordered,
         flags=list(flags),
-        notes=context_notes(context),
+        notes=[*context_notes(context), *_unordered_notes(unordered, len(rows))],
     )
 
 
@@ -281,24 +285,13 @@ def context_notes(context: float) -> list[str]:
     ]
 
 
-def differences_from(
-    prompts: Sequence[ProbePrompt],
-    replies: Sequence[GenerateReply],
-    plain: dict[int, GenerateReply],
-    gaps: dict[int, GenerateReply] | None = None,
-) -> list[Difference]:
-    """Each prompt whose two answers differ, and where. `gaps`: plain answers decoded again, with the gaps of each token."""
-    found = []
-    for number, reference in plain.items():
-        if reference.tokens == replies[number].tokens:
-            continue
-        index = first_difference(reference.tokens, replies[number].tokens)
-        again = (gaps or {}).get(number)
-        # only if it came the same way can it say how close the choice was
-        same = again is not None and again.tokens[:index] == reference.tokens[:index] and index < len(again.gaps)
-        gap = again.gaps[index] if again is not None and same else None
-        found.append(Difference(id=prompts[number].id, index=index, gap=gap))
-    return found
+def _unordered_notes(unordered: int, prompts: int) -> list[str]:
+    if not unordered:
+        return []
+    return [
+        f"The server merged chunks of {unordered} of {prompts} answers, so the order of their passes is not known: the pass "
+        "that the answer's end cuts is counted there as the others are."
+    ]
 
 
 def _row(prompt: ProbePrompt, reply: GenerateReply, steps: int) -> PromptRow:
@@ -316,19 +309,18 @@ def _row(prompt: ProbePrompt, reply: GenerateReply, steps: int) -> PromptRow:
     )
 
 
-def timing(speculative: GenerateReply, plain: GenerateReply) -> Timing:
-    """A side that was never timed (no full batch) counts nothing."""
+def timing(speculative: GenerateReply, plain: GenerateReply | None) -> Timing | None:
+    """Both ways of one prompt; None unless both were timed, so that R compares the same prompts."""
+    if plain is None:
+        return None
     cycles = len(speculative.passes) if speculative.step_seconds else 0
     steps = plain.decode_tokens if plain.step_seconds else 0
+    if not cycles or not steps:
+        return None
     return Timing(
         cycle_seconds=speculative.step_seconds * cycles,
         cycles=cycles,
-        speculative_tokens=speculative.decode_tokens if cycles else 0,
+        speculative_tokens=speculative.decode_tokens,
         plain_seconds=plain.step_seconds * steps,
         plain_tokens=steps,
     )
-
-
-def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
-    """Index of the first token in which two answers differ; the shorter length when one begins the other."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -78,8 +78,8 @@ def pool(timings: Sequence[Timing], *, confidence: float, resamples: int, seed: 
     if not cycles or not plain_tokens:
         raise InputError(
             f"speed: expected cycles and plain steps to time, found {cycles} and {plain_tokens} in {len(timings)} "
-            "prompts. Every answer ended with its first token, or at once with others of its batch: use other prompts, or "
-            "raise max_new_tokens."
+            "prompts that were timed both ways. Every answer ended with its first token, or before others of its batch began: "
+            "use other prompts, raise max_new_tokens, or lower the concurrency."
         )
     speculative_seconds, plain_seconds = float(rows[:, 0].sum()), float(rows[:, 2].sum())
     interval = bootstrap(rows, lambda s: (s[:, 0] / s[:, 1]) / (s[:, 2] / s[:, 3]), confidence, resamples, seed)

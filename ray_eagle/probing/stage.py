@@ -125,6 +125,7 @@ def probe(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress
             settings=[chosen, *_sweep(settings.sweep)],
             concurrencies=settings.concurrencies,
             temperature=settings.temperature,
+            outlived=bool(settings.url),
             max_new_tokens=settings.max_new_tokens,
             plain_prompts=settings.plain_prompts,
             confidence=settings.confidence,

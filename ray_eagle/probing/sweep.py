@@ -2,18 +2,22 @@
 
 Each setting is one start of the server: all prompts at the first concurrency, some at the others. Then the server starts
 once more without speculation, for the baseline of all of them and to compare the text. What a measurement would silently
-get wrong is refused: simulated acceptance, a server that restarted in between, fewer requests at once than asked.
+get wrong is refused: simulated acceptance, a server that restarted in between, fewer requests at once than asked, requests
+of others.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import numpy as np
 
-from ray_eagle.errors import InputError, ServingError
+from ray_eagle.errors import InputError
 from ray_eagle.probing.acceptance import acceptance
 from ray_eagle.probing.breakeven import speedup
-from ray_eagle.probing.probe import WARM_UP_TOKENS, Client, Predict, Progress, run_breakeven, run_probe
+from ray_eagle.probing.differences import differences_from, faults_of, plain_gaps, unchecked_notes
+from ray_eagle.probing.phase import BatchClient, Phase, Replies, as_found, untimed_notes
+from ray_eagle.probing.probe import Client, Predict, Progress, run_breakeven, run_probe
 from ray_eagle.probing.reports import (
     Bootstrap,
     BreakevenReport,
@@ -25,9 +29,7 @@ from ray_eagle.probing.reports import (
     breakeven_row,
     build_report,
     context_notes,
-    differences_from,
     evenly,
-    first_difference,
     mean_context,
     timing,
 )
@@ -35,27 +37,6 @@ from ray_eagle.probing.speed import pool, speedup_interval
 from ray_eagle.serving.engine import EngineFacts, Speculation
 from ray_eagle.serving.generation import complete_passes
 from ray_eagle.serving.messages import GenerateReply
-
-MAX_GAP = 0.25
-"""A first difference from plain text is rounding when the two best tokens were this close in log-probability (two steps of
-bfloat16, measured on SGLang 0.5.17): beyond it the engine verified wrongly."""
-SHOWN = 3
-
-Replies = dict[int, GenerateReply]
-"""By the number of the prompt."""
-
-
-class BatchClient(Protocol):
-    """What a sweep asks of a server."""
-
-    def configure(self, speculation: Speculation | None) -> EngineFacts:
-        """Decode so from now on."""
-
-    def engine(self) -> EngineFacts:
-        """What the engine says of itself now."""
-
-    def decode(self, **request: Any) -> list[GenerateReply]:
-        """Fields of DecodeRequest."""
 
 
 class ProbeClient(Client, BatchClient, Protocol):
@@ -70,17 +51,28 @@ def probe_with(
     settings: Sequence[Speculation],
     concurrencies: Sequence[int],
     temperature: float,
+    outlived: bool = False,
     **options: Any,
 ) -> ProbeReport:
-    """The report of the best setting, by `run_probe` where one reference engine decodes both ways in turn."""
+    """The report of the best setting, by `run_probe` where one reference engine decodes both ways in turn.
+
+    `outlived`: the server goes on after the probe, so it is left drafting as it was found, whatever happens.
+    """
     first = settings[0]
     chain = first.topk == 1 and first.draft_tokens == first.steps + 1
-    if engine == "reference" and len(settings) == 1 and chain and list(concurrencies) == [1] and not temperature:
-        report = run_probe(client, prompts, steps=first.steps, **options)
-        return report.model_copy(update={"engine": "reference"})
-    return run_sweep(
-        client, prompts, settings=settings, concurrencies=concurrencies, temperature=temperature, **options
-    )
+    one_by_one = chain and len(settings) == 1 and list(concurrencies) == [1] and not temperature
+
+    def decode_plainly(**request: Any) -> list[GenerateReply]:
+        client.configure(None)
+        return client.decode(**request)
+
+    with as_found(client) if outlived else nullcontext():
+        if engine == "reference" and one_by_one:
+            report = run_probe(client, prompts, steps=first.steps, decode_plainly=decode_plainly, **options)
+            return report.model_copy(update={"engine": "reference"})
+        return run_sweep(
+            client, prompts, settings=settings, concurrencies=concurrencies, temperature=temperature, **options
+        )
 
 
 def breakeven_with(
@@ -128,21 +120,24 @@ def run_sweep(
     request = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     speculative: dict[tuple[Speculation, int], Replies] = {}
     facts: dict[Speculation, EngineFacts] = {}
+    phases: list[Phase] = []
     for setting in settings:
-        with_setting = _Phase(client, setting, max(concurrencies))
+        with_setting = Phase(client, setting, max(concurrencies))
         facts[setting] = with_setting.facts
         for c in concurrencies:
             speculative[setting, c] = with_setting.decode(prompts, plan[c], c, request, tick)
         with_setting.finish()
-    plainly = _Phase(client, None, max(concurrencies))
+        phases.append(with_setting)
+    plainly = Phase(client, None, max(concurrencies))
     plain = {c: plainly.decode(prompts, both_ways[c], c, request, tick) for c in concurrencies}
     differing: dict[Speculation, list[Difference]] = {setting: [] for setting in settings}
     if not temperature:
         pairs = {setting: (speculative[setting, first], plain[first]) for setting in settings}
-        gaps = _gaps(client, prompts, list(pairs.values()))
+        gaps = plain_gaps(plainly.ask, prompts, list(pairs.values()))
         for setting, (made, reference) in pairs.items():
             differing[setting] = differences_from(prompts, _in_order(made, len(prompts)), reference, gaps)
     plainly.finish()
+    phases.append(plainly)
 
     rows = [
         _row(setting, c, speculative[setting, c], plain[c], bootstrap) for setting in settings for c in concurrencies
@@ -161,7 +156,7 @@ def run_sweep(
         bootstrap=bootstrap,
         predicted=(predicted.acceptance_length, predicted.interval) if predicted else None,
         flags=told.flags,
-        faults=_faults(differing),
+        faults=faults_of(differing),
         greedy=not temperature,
     )
     decoded = {
@@ -171,7 +166,7 @@ def run_sweep(
         "temperature": temperature,
         "engine": f"{told.name} {told.version}".strip(),
         "sweep": rows,
-        "notes": [*report.notes, *_best_notes(rows)],
+        "notes": [*report.notes, *_best_notes(rows), *unchecked_notes(differing), *untimed_notes(phases)],
     }
     return report.model_copy(update=decoded)
 
@@ -195,17 +190,20 @@ def run_breakeven_sweep(
     tick = _Ticker(progress, (len(settings) + 1) * len(concurrencies) * len(numbers))
     request = {"max_new_tokens": max_new_tokens}
     speculative: dict[tuple[Speculation, int], Replies] = {}
+    phases: list[Phase] = []
     for setting in settings:
-        phase = _Phase(client, setting, max(concurrencies))
+        phase = Phase(client, setting, max(concurrencies))
         for c in concurrencies:
             speculative[setting, c] = phase.decode(prompts, numbers, c, request, tick)
         phase.finish()
-    plainly = _Phase(client, None, max(concurrencies))
+        phases.append(phase)
+    plainly = Phase(client, None, max(concurrencies))
     plain = {c: plainly.decode(prompts, numbers, c, request, tick) for c in concurrencies}
     plainly.finish()
+    phases.append(plainly)
     rows: list[BreakevenRow] = []
     for (setting, c), replies in speculative.items():
-        timings = [timing(replies[i], plain[c][i]) for i in plain[c]]
+        timings = [t for i in plain[c] if (t := timing(replies[i], plain[c][i]))]
         rows.append(
             breakeven_row(
                 pool(timings, confidence=confidence, resamples=resamples, seed=seed),
@@ -220,7 +218,7 @@ def run_breakeven_sweep(
         max_new_tokens=max_new_tokens,
         prompts=len(prompts),
         rows=rows,
-        notes=context_notes(float(np.mean([row.mean_context for row in rows]))),
+        notes=[*context_notes(float(np.mean([row.mean_context for row in rows]))), *untimed_notes(phases)],
     )
 
 
@@ -230,57 +228,6 @@ def needed_sentence(report: BreakevenReport, steps: int) -> str:
     parts = [f"at {'concurrency ' if not i else ''}{r.concurrency} you need {r.needed:.2f}" for i, r in enumerate(rows)]
     parts[0] += " accepted"
     return f"with {rows[0].steps} draft steps, " + ", ".join(parts)
-
-
-class _Phase:
-    """The engine in one setting, from its start to the check that it was the same server all the time."""
-
-    def __init__(self, client: BatchClient, speculation: Speculation | None, concurrency: int) -> None:
-        """Raises ServingError when a measurement would not mean what it says."""
-        self._client = client
-        self.facts = client.configure(speculation)
-        if self.facts.simulated:
-            raise ServingError(
-                f"{self.facts.name}: acceptance is being simulated ({', '.join(self.facts.simulated)}), so there is nothing to "
-                "measure. Unset it where the server starts (serve.env, the replica's environment)."
-            )
-        if self.facts.max_concurrency < concurrency:
-            raise ServingError(
-                f"{self.facts.name}: expected {concurrency} requests at once, found a server that decodes at most "
-                f"{self.facts.max_concurrency} (/server_info). Raise serve.max_running, or leave it more memory "
-                "(serve.memory_share, serve.context_length)."
-            )
-
-    def decode(
-        self,
-        prompts: Sequence[ProbePrompt],
-        numbers: Sequence[int],
-        concurrency: int,
-        request: dict[str, Any],
-        tick: Callable[[Sequence[GenerateReply]], None] | None,
-    ) -> Replies:
-        """Answers to some of the prompts, a batch a call; a first batch of a few tokens warms up, uncounted."""
-        made: Replies = {}
-        if numbers:
-            few = {**request, "max_new_tokens": min(WARM_UP_TOKENS, request["max_new_tokens"])}
-            ids = [prompts[numbers[i % len(numbers)]].input_ids for i in range(concurrency)]
-            self._client.decode(prompts=ids, concurrency=concurrency, **few)
-        for batch in _batches(numbers, concurrency):
-            ids = [prompts[number].input_ids for number in batch]
-            replies = self._client.decode(prompts=ids, concurrency=concurrency, **request)
-            made.update(zip(batch, replies, strict=True))
-            if tick:
-                tick(replies)
-        return made
-
-    def finish(self) -> None:
-        """Raises ServingError when the server is another one by now."""
-        after = self._client.engine()
-        if after.server != self.facts.server or after.speculation != self.facts.speculation:
-            raise ServingError(
-                f"{self.facts.name}: expected one server all along ({self.facts.server}), found another one by now "
-                f"({after.server}): it restarted, so the figures mix two. Look into its log, and probe again."
-            )
 
 
 class _Ticker:
@@ -297,28 +244,13 @@ class _Ticker:
             self._progress(self._done, self._total, note)
 
 
-def _gaps(client: BatchClient, prompts: Sequence[ProbePrompt], pairs: Sequence[tuple[Replies, Replies]]) -> Replies:
-    """Plain answers again, up to the last first difference of each, with the gaps between their two best tokens."""
-    until: dict[int, int] = {}
-    for made, plain in pairs:
-        for number, reply in plain.items():
-            if made[number].tokens != reply.tokens:
-                until[number] = max(until.get(number, 0), first_difference(reply.tokens, made[number].tokens))
-    return {
-        number: client.decode(
-            prompts=[prompts[number].input_ids], max_new_tokens=index + 1, temperature=0.0, concurrency=1, gaps=True
-        )[0]
-        for number, index in sorted(until.items())
-    }
-
-
 def _row(setting: Speculation, c: int, replies: Replies, plain: Replies, bootstrap: Bootstrap) -> SweepRow:
     accepted = [
         [p.accepted for p in complete_passes(r.generation, r.prompt_length, setting.steps)] for r in replies.values()
     ]
     whole = acceptance(accepted, ["all"] * len(accepted), steps=setting.steps, **vars(bootstrap))
-    timings = [timing(reply, plain[i]) if i in plain else None for i, reply in replies.items()]
-    timed = [t for t in timings if t and t.cycles and t.plain_tokens]
+    timings = [timing(reply, plain.get(i)) for i, reply in replies.items()]
+    timed = [t for t in timings if t]
     speed = pool(timed, **vars(bootstrap))
     made = np.array([sum(js) + len(js) for js in accepted], dtype=np.float64)
     passes = np.array([len(js) for js in accepted], dtype=np.float64)
@@ -360,20 +292,6 @@ def _best_notes(rows: Sequence[SweepRow]) -> list[str]:
     return notes
 
 
-def _faults(differing: dict[Speculation, list[Difference]]) -> list[str]:
-    """First differences from plain text that rounding does not explain."""
-    faults = []
-    for setting, differences in differing.items():
-        far = [d for d in differences if d.gap is not None and d.gap > MAX_GAP]
-        if far:
-            shown = ", ".join(f"{d.id} at token {d.index} (gap {d.gap:.2f})" for d in far[:SHOWN])
-            faults.append(
-                f"With {setting.name}, {len(far)} of {len(differences)} differing answers part from plain greedy text where "
-                f"its two best tokens were more than {MAX_GAP} apart in log-probability: {shown}."
-            )
-    return faults
-
-
 def _need(prompts: Sequence[ProbePrompt], settings: Sequence[Speculation], concurrencies: Sequence[int]) -> None:
     if not prompts:
         raise InputError("probe: expected at least one prompt, found none. Check probe.prompts and probe.limit.")
@@ -389,11 +307,6 @@ def _need(prompts: Sequence[ProbePrompt], settings: Sequence[Speculation], concu
 def _enough(wanted: int, concurrency: int) -> int:
     """At least two batches, and whole ones: the last, half-full one could not be timed."""
     return -(-max(wanted, 2 * concurrency) // concurrency) * concurrency
-
-
-def _batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    for first in range(0, len(numbers), size):
-        yield numbers[first : first + size]
 
 
 def _in_order(replies: Replies, count: int) -> list[GenerateReply]:

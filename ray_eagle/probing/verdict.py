@@ -30,13 +30,15 @@ def verdict(
     predicted: tuple[float, tuple[float, float]] | None = None,
     flags: Sequence[str] = (),
     faults: Sequence[str] = (),
+    unchecked: bool = False,
 ) -> tuple[VerdictName, list[str]]:
     """(name, reasons) from the acceptance length tau, its interval, and the break-even length R at `steps` draft steps.
 
     Decided in this order: `broken` when the text is not the target's (`faults`); `not-worth-it` when R >= steps + 1 (even a
     perfect drafter loses); `broken` when the interval reaches down to 1; `serve` when all of it lies above R, and the
     speed-up's interval above 1; `broken` when the walk over captured states predicted clearly more (length, interval):
-    then the engine loses it; `fine-tune` otherwise. `flags`: of the server that was measured.
+    then the engine loses it; `fine-tune` otherwise. `flags`: of the server that was measured. `unchecked`: there are
+    differences from plain text, and none could be judged; then `serve` becomes `broken`.
     """
     low, high = interval
     measured = f"acceptance length {acceptance_length:.2f} [{low:.2f}, {high:.2f}], break-even {break_even:.2f}"
@@ -58,6 +60,13 @@ def verdict(
         return "broken", [*lost, *reasons] if lost else reasons
     if low > break_even and (speedup_interval is None or speedup_interval[0] > 1):
         reasons = [f"{measured}: {speed:.2f} times as fast as plain decoding, and the whole interval pays."]
+        if unchecked:
+            return "broken", [
+                *reasons,
+                "But text differs from the target's own, and for no difference is it known whether rounding explains it.",
+                "Probe again with more plain_prompts, or in float32, where no text may differ.",
+                *lost,
+            ]
         if flags:
             reasons.append(f"Serve it with: {' '.join(flags)}")
         return "serve", reasons + lost

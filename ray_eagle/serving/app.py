@@ -27,6 +27,7 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.metrics import Counter, Gauge
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
+from ray_eagle.cluster import marked
 from ray_eagle.config import Config, ServeConfig, TargetConfig
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.errors import ConfigError, EagleError, InputError, ServingError
@@ -122,7 +123,8 @@ class Server:
         self.token = config.token
         # a server in a child process batches what comes at the same time
         self._thread = ThreadPoolExecutor(max_workers=1 if config.engine == "reference" else config.max_running)
-        self._watch = ThreadPoolExecutor(max_workers=1)
+        # threads of their own: a health check may wait for a server that hangs
+        self._watch, self._facts = ThreadPoolExecutor(max_workers=1), ThreadPoolExecutor(max_workers=1)
         counted = _Metrics().count
         # in the engine's own thread: torch keeps its number of threads for each thread
         self._replica = self._thread.submit(
@@ -172,7 +174,7 @@ class Server:
 
     @api.get("/info")
     async def info(self) -> Info:
-        return await asyncio.get_running_loop().run_in_executor(self._watch, self._replica.info)
+        return await asyncio.get_running_loop().run_in_executor(self._facts, self._replica.info)
 
     @api.get("/health")
     async def health(self) -> Health:
@@ -196,7 +198,8 @@ def application(
 ) -> serve.Application:
     """The Serve application of these settings, with the drafter of a folder or a random one of a shape."""
     deployment = serve.deployment(
-        ray_actor_options={"num_cpus": config.serve.cpus, "num_gpus": config.serve.gpus},
+        ray_actor_options={"num_cpus": config.serve.cpus, "num_gpus": config.serve.gpus}
+        | marked(config.serve.gpus, ray.get_runtime_context().runtime_env if ray.is_initialized() else None),
         max_ongoing_requests=100,
         max_constructor_retry_count=1,  # the same files fail the same way
         health_check_period_s=2,

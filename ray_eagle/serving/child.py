@@ -28,9 +28,20 @@ STOP_S = supervisor.GRACE_S + 25
 
 
 def state_folder() -> Path:
-    """Where this user's servers are recorded and log, on this machine."""
-    folder = Path(tempfile.gettempdir()) / f"ray_eagle-{os.getuid()}" / "servers"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """Where this user's servers are recorded and log, on this machine.
+
+    Records say which processes to end, so nobody else may have written them. Raises ServingError when somebody could.
+    """
+    parent = Path(tempfile.gettempdir()) / f"ray_eagle-{os.getuid()}"
+    folder = parent / "servers"
+    for each in (parent, folder):
+        with contextlib.suppress(OSError):
+            each.mkdir(mode=0o700)
+        if fault := supervisor.fault_of(each):
+            raise ServingError(
+                f"server: expected {parent} to be a folder that only this user writes, found that {fault}. Remove it, or set "
+                "TMPDIR to a folder of your own where the replica starts."
+            )
     return folder
 
 
@@ -45,11 +56,19 @@ class Child:
     """One running server. Not restarted: a new one is a new Child."""
 
     def __init__(
-        self, name: str, command: list[str], environment: Mapping[str, str], port: int, essential: str = ""
+        self,
+        name: str,
+        command: list[str],
+        environment: Mapping[str, str],
+        port: int,
+        essential: str = "",
+        scratch: str = "",
     ) -> None:
         """Starts the process at once; `await_healthy` waits for it. Ends what earlier replicas left on this machine.
 
-        `essential`: pattern of the command lines of processes that it cannot live without. Raises ServingError when the command cannot be run, or something of an earlier server cannot be ended.
+        `essential`: pattern of the command lines of processes that it cannot live without. `scratch`: a folder to remove
+        should this process be gone when the server ends. Raises ServingError when the command cannot be run, or something
+        of an earlier server cannot be ended.
         """
         folder = state_folder()
         try:
@@ -68,6 +87,7 @@ class Child:
         self._forget_old_logs(folder)
         self.log.write_text(f"$ {' '.join(command)}\n")
         self.pid = 0
+        marks = {supervisor.MARK: self.mark, supervisor.KEEP_ENVIRONMENT: "1", supervisor.SCRATCH: scratch}
         words = [sys.executable, "-E", "-s", "-S", str(Path(supervisor.__file__).absolute())]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -75,7 +95,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**environment, supervisor.MARK: self.mark, supervisor.KEEP_ENVIRONMENT: "1"},
+                env={**environment, **marks},
             )
         assert self._process.stdout is not None
         word, _, pid = self._process.stdout.readline().decode().strip().partition(" ")
@@ -181,4 +201,5 @@ class Child:
     def _forget_old_logs(self, folder: Path) -> None:
         logs = sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
         for path in logs[:-KEPT_LOGS]:
-            path.unlink(missing_ok=True)
+            if not path.with_suffix(".json").exists():  # a server that runs is still writing it
+                path.unlink(missing_ok=True)

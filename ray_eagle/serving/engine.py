@@ -68,6 +68,10 @@ class EngineFacts(BaseModel):
     dtype: str = ""
     device: str = ""
     max_positions: int = 0
+    requests: int = 0
+    """Calls of `generate` so far, where the engine counts them: others' requests at the same time falsify a measurement."""
+    running: int = 0
+    """Of them, those not answered yet."""
 
 
 class Engine(Protocol):

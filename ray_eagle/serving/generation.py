@@ -41,8 +41,9 @@ class Generation:
 def complete_passes(generation: Generation, prompt_length: int, steps: int) -> list[VerifyPass]:
     """The passes whose whole chain lies in the answer: the cut one at the end would count tokens that no one asked for.
 
-    The same passes as in a walk over captured states (`ray_eagle.probing.walk`). Passes of unknown start come last, and
-    each may be cut: only as many are kept as surely lie inside.
+    The same passes as in a walk over captured states (`ray_eagle.probing.walk`). Passes of unknown start come last and
+    are all kept: which of them was cut is not known, the server counted its drafts whole, and to leave out one that is
+    chosen by its length would bend the mean.
     """
     last = prompt_length + len(generation.tokens) - 1
     known = [p for p in generation.passes if p.start >= 0 and p.start + 1 + steps <= last]

@@ -4,6 +4,7 @@ With a stream interval of 1 each chunk is one verify pass: its new tokens are th
 under load merges chunks; then its own histogram says how many drafts the passes accepted, though not in which order.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from ray_eagle.serving.generation import VerifyPass
 
 BLOCK = 8
 """Passes averaged before the median: chunks arrive in bunches, and a single interval says little."""
+NOTHING = (math.inf, -math.inf)
+"""A window of time that holds no cycle."""
 
 
 @dataclass(frozen=True)
@@ -110,5 +113,12 @@ def step_seconds(answer: Answer, steps_made: int | None, window: tuple[float, fl
 
 
 def full_batch(answers: Sequence[Answer]) -> tuple[float, float]:
-    """From when the last of these answers began to decode to when the first of them was done: the batch was full."""
-    return max(answer.times[0] for answer in answers), min(answer.times[-1] for answer in answers)
+    """From when the last of these answers began to decode to when the first of them was done: the batch was full.
+
+    `NOTHING` when it never was. Answers of a single token decode nothing, so they do not count.
+    """
+    decoding = [answer for answer in answers if len(answer.tokens) > 1]
+    if not decoding:
+        return NOTHING
+    window = max(answer.times[0] for answer in decoding), min(answer.times[-1] for answer in decoding)
+    return window if window[0] < window[1] else NOTHING

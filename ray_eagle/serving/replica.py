@@ -138,6 +138,7 @@ class Replica:
             settings=[chosen, *request.sweep],
             concurrencies=request.concurrencies,
             temperature=request.temperature,
+            outlived=True,
             max_new_tokens=request.max_new_tokens,
             plain_prompts=request.plain_prompts,
             confidence=request.confidence,

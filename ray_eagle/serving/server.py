@@ -23,12 +23,12 @@ from ray_eagle.errors import EagleError, InputError, ServingError
 from ray_eagle.serving.child import Child, free_port
 from ray_eagle.serving.engine import EngineFacts, Speculation, Work, check_prompt, starting_speculation
 from ray_eagle.serving.generation import Generation
-from ray_eagle.serving.passes import Answer, full_batch, step_seconds, verify_passes
+from ray_eagle.serving.passes import NOTHING, Answer, full_batch, step_seconds, verify_passes
 from ray_eagle.serving.streams import Reply, post_all
+from ray_eagle.serving.supervisor import SCRATCH_PREFIX
 
 ASK_S = 30.0
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-NOTHING, EVERYTHING = (math.inf, -math.inf), (-math.inf, math.inf)
 Get = Callable[[str], str]
 """GET of a path of the server: its body. Raises ServingError."""
 
@@ -81,8 +81,10 @@ class Dialect(Protocol):
     def counters(self, get: Get) -> Any:
         """Counters of the whole server, read before and after a batch; None where answers carry their own."""
 
-    def counted(self, answers: list[Answer], before: Any, after: Any) -> list[Answer]:
-        """The answers with what the counters add."""
+    def counted(
+        self, answers: list[Answer], before: Any, after: Any, *, speculating: bool, undisturbed: bool
+    ) -> list[Answer]:
+        """The answers with what the counters add. `undisturbed`: no other request was inside meanwhile."""
 
     def facts(self, get: Get) -> EngineFacts:
         """What the running server says of itself."""
@@ -95,11 +97,12 @@ class ServerEngine:
         """Starts the server, speculating. Raises ConfigError, ServingError."""
         self.parallel = config.max_running
         self._dialect, self._config, self._models = dialect, config, models
-        self._scratch = tempfile.TemporaryDirectory(prefix="ray-eagle-")
+        self._scratch = tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX)
         self._drafter = dialect.drafter(self._drafter_folder(), Path(self._scratch.name))
         self._gate = _Gate()
         self._child: Child | None = None
         self._failed = ""
+        self._closed = False
         self._speculation: Speculation | None = None
         try:
             self.configure(starting_speculation(config))
@@ -108,22 +111,28 @@ class ServerEngine:
             raise
 
     def configure(self, speculation: Speculation | None) -> None:
-        """Restart the server unless it decodes so already."""
+        """Restart the server unless it decodes so already. Raises ServingError once it is closed, besides `Engine`'s."""
         with self._gate.alone():
-            if self._child and speculation == self._speculation:
+            if self._closed:
+                raise ServingError(f"{self._dialect.name}: the server is closed and starts no more.")
+            if self._child and not self._failed and speculation == self._speculation:
                 return
-            child, self._child = self._child, None
-            if child:
-                child.stop()
-            port = free_port()
+            port, dialect = free_port(), self._dialect
+            # first: what it cannot do is refused while the old one runs
+            command = dialect.command(port, speculation, self._drafter)
+            old, self._child = self._child, None
             try:
-                command = self._dialect.command(port, speculation, self._drafter)
-                child = Child(self._dialect.name, command, self._dialect.environment(), port, self._dialect.essential)
+                if old:
+                    old.stop()
+                environment, scratch = dialect.environment(), self._scratch.name
+                child = Child(dialect.name, command, environment, port, dialect.essential, scratch)
                 child.await_healthy(self._config.start_s, self._config.hang_s)
-            except EagleError as error:
+            except (EagleError, OSError) as error:
                 self._failed = str(error)
                 raise
-            self._child, self._speculation = child, speculation
+            self._child, self._speculation, self._failed = child, speculation, ""
+        if self._closed:  # meanwhile
+            self.close()
 
     def generate(self, work: Sequence[Work], concurrency: int = 1) -> list[Generation]:
         """In batches of `concurrency`; the next starts when the last answer of one is done."""
@@ -135,9 +144,9 @@ class ServerEngine:
                 max_positions=self._models.max_positions,
             )
         made: list[Generation] = []
-        with self._gate.together():
+        with self._gate.together() as undisturbed:
             for first in range(0, len(work), concurrency):
-                made += self._batch(work[first : first + concurrency], concurrency)
+                made += self._batch(work[first : first + concurrency], concurrency, undisturbed)
         return made
 
     def facts(self) -> EngineFacts:
@@ -151,6 +160,8 @@ class ServerEngine:
                 "speculation": self._speculation,
                 "flags": self._dialect.flags(self._speculation, drafter),
                 "max_positions": self._models.max_positions,
+                "requests": self._gate.entered,
+                "running": self._gate.inside,
                 "simulated": sorted({*told.simulated, *_simulated(self._dialect.environment())}),
             }
         )
@@ -169,7 +180,7 @@ class ServerEngine:
         if child is None:
             return
         try:
-            child.check(self._config.hang_s, busy=self._gate.busy)
+            child.check(self._config.hang_s, busy=self._gate.inside > 0)
         except ServingError as error:
             if self._child is not child:  # restarted meanwhile
                 return
@@ -179,13 +190,14 @@ class ServerEngine:
 
     def close(self) -> None:
         """Stop the server and forget the scratch files."""
+        self._closed = True
         child, self._child = self._child, None
         self._failed = self._failed or "closed"
         if child:
             child.stop()
         self._scratch.cleanup()
 
-    def _batch(self, work: Sequence[Work], concurrency: int) -> list[Generation]:
+    def _batch(self, work: Sequence[Work], concurrency: int, undisturbed: Callable[[], bool]) -> list[Generation]:
         child, dialect = self._running(), self._dialect
         before = dialect.counters(self._get)
         try:
@@ -195,13 +207,16 @@ class ServerEngine:
             raise ServingError(self._failed + child.tail()) from None
         except aiohttp.ClientError as error:
             raise ServingError(f"{child.name}: the server broke off ({error!r}).{child.tail()}") from error
-        answers = dialect.counted([dialect.answer(reply) for reply in replies], before, dialect.counters(self._get))
-        if len(work) < concurrency:
-            window = NOTHING  # not the batch size that was asked for
-        else:
-            window = full_batch(answers)
-            if window[1] <= window[0]:  # the first was done before the last began
-                window = EVERYTHING
+        after = dialect.counters(self._get)
+        answers = dialect.counted(
+            [dialect.answer(reply) for reply in replies],
+            before,
+            after,
+            speculating=self._speculation is not None,
+            undisturbed=undisturbed(),
+        )
+        # a smaller batch is not what was asked for
+        window = full_batch(answers) if len(work) == concurrency else NOTHING
         return [self._generation(each, answer, window) for each, answer in zip(work, answers, strict=True)]
 
     def _generation(self, work: Work, answer: Answer, window: tuple[float, float]) -> Generation:
@@ -302,23 +317,24 @@ class _Gate:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._inside = 0
         self._closed = False
-
-    @property
-    def busy(self) -> bool:
-        return self._inside > 0
+        self.inside = 0
+        self.entered = 0
+        """Ever."""
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> Iterator[Callable[[], bool]]:
+        """Yields the question whether nobody else has been inside so far."""
         with self._changed:
             self._changed.wait_for(lambda: not self._closed)
-            self._inside += 1
+            self.inside += 1
+            self.entered += 1
+            first, number = self.inside == 1, self.entered
         try:
-            yield
+            yield lambda: first and self.entered == number
         finally:
             with self._changed:
-                self._inside -= 1
+                self.inside -= 1
                 self._changed.notify_all()
 
     @contextmanager
@@ -326,7 +342,7 @@ class _Gate:
         with self._changed:
             self._changed.wait_for(lambda: not self._closed)
             self._closed = True
-            self._changed.wait_for(lambda: self._inside == 0)
+            self._changed.wait_for(lambda: self.inside == 0)
         try:
             yield
         finally:

@@ -137,7 +137,9 @@ class SGLang:
     def counters(self, get: Get) -> Any:
         return None
 
-    def counted(self, answers: list[Answer], before: Any, after: Any) -> list[Answer]:
+    def counted(
+        self, answers: list[Answer], before: Any, after: Any, *, speculating: bool, undisturbed: bool
+    ) -> list[Answer]:
         return answers
 
     def facts(self, get: Get) -> EngineFacts:

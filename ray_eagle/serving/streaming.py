@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ray_eagle.errors import EagleError
 from ray_eagle.serving.events import NDJSON, Emit, Failed, Line
@@ -18,6 +19,20 @@ HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 class _ClientLeft(Exception):
     """Raised in the work, at its next line."""
+
+
+class _Lines(StreamingResponse):
+    """Says that the client left however the answer ends, also before its first line is asked for."""
+
+    def __init__(self, body: AsyncIterator[bytes], left: threading.Event) -> None:
+        super().__init__(body, media_type=NDJSON, headers=HEADERS)
+        self._left = left
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._left.set()
 
 
 async def streamed(executor: Executor, work: Callable[[Emit], None]) -> StreamingResponse:
@@ -62,12 +77,9 @@ async def streamed(executor: Executor, work: Callable[[Emit], None]) -> Streamin
 
     async def body() -> AsyncIterator[bytes]:
         line: Line | EagleError | None = first
-        try:
-            while line is not None:
-                said = Failed(error=str(line)) if isinstance(line, EagleError) else line
-                yield said.model_dump_json().encode() + b"\n"
-                line = await lines.get()
-        finally:
-            left.set()
+        while line is not None:
+            said = Failed(error=str(line)) if isinstance(line, EagleError) else line
+            yield said.model_dump_json().encode() + b"\n"
+            line = await lines.get()
 
-    return StreamingResponse(body(), media_type=NDJSON, headers=HEADERS)
+    return _Lines(body(), left)

@@ -13,15 +13,22 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 MARK = "RAY_EAGLE_OWNED"
 """Environment variable that every process of a server carries; its value is the server's id."""
+SCRATCH = "RAY_EAGLE_SCRATCH"
+"""Environment variable of the supervisor: the replica's folder of files that only its servers read."""
+SCRATCH_PREFIX = "ray-eagle-"
 KEEP_ENVIRONMENT = "SPT_NOENV"
 """Tells setproctitle (SGLang's processes) to leave the environment readable in /proc."""
 GRACE_S = 4.0
@@ -68,10 +75,38 @@ def command_line(pid: int) -> str:
         return ""
 
 
-def end_processes(find: Callable[[], set[int]], first: int | None, grace_s: float, limit_s: float = 20) -> set[int]:
+def fault_of(folder: Path) -> str:
+    """Why what lies in a folder may be another user's word; empty when only this user can have written there."""
+    try:
+        found = folder.lstat()
+    except OSError as error:
+        return f"{folder} cannot be looked at ({error.strerror})"
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{folder} is not a folder"
+    if found.st_uid != os.getuid():
+        return f"{folder} belongs to user {found.st_uid}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"{folder} can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
+
+
+def is_here(record: dict[str, Any]) -> bool:
+    """Whether a record's process numbers are of this boot and these process numbers. Raises KeyError."""
+    return bool(record["boot"] == boot_id() and record["processes"] == namespace())
+
+
+def boot_id() -> str:
+    """Another one after every start of the machine, when process numbers and their start times begin anew."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def end_processes(
+    find: Callable[[], set[int]], first: int | None, grace_s: float, limit_s: float = 20, *, reap: bool = False
+) -> set[int]:
     """TERM to the process `first`, KILL for all that `find` returns after `grace_s`; what is left after `limit_s`.
 
-    `find` is asked again and again, since a tree may grow while it dies.
+    `find` is asked again and again, since a tree may grow while it dies. `reap`: wait for any child that ended; only for a
+    process whose children are all of that tree, since it takes exit codes away from whoever else waits.
     """
     began = time.monotonic()
     if first is not None:
@@ -85,23 +120,28 @@ def end_processes(find: Callable[[], set[int]], first: int | None, grace_s: floa
             for pid in left:
                 _signal(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
+            while reap and os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(POLL_S / 2)
     return set()
 
 
 def end_stale(folder: Path) -> list[str]:
-    """End the servers recorded in a folder whose replica is gone, and forget them. Marks of those that had to be ended.
+    """End the servers recorded in a folder whose replica is gone, and forget them and their scratch files. Marks of those
+    that had to be ended.
 
-    A process is ended only when /proc says that it is ours: by its mark, or by the session of the recorded server.
-    Raises OSError when one cannot be ended.
+    A process is ended only when /proc says that it is ours: by its mark, or by the session of the recorded server while
+    that server, its leader, lives. Records of an earlier boot say nothing any more. Raises OSError when a process cannot
+    be ended.
     """
     ended = []
     for path in sorted(folder.glob("*.json")):
         try:
             record = json.loads(path.read_text())
-            if record["processes"] != _namespace():
+            if record["boot"] != boot_id():
+                path.unlink(missing_ok=True)
+                continue
+            if not is_here(record):
                 continue  # of a container that shares this folder, but not its processes
             mark, replica = record["mark"], record["replica"]
             session, started = record["server"], record["server_started"]
@@ -110,18 +150,29 @@ def end_stale(folder: Path) -> list[str]:
             continue  # half written by a process that is starting now, or not a record
         if owner_lives:
             continue
-        # another process of that number would be another session
-        ours = session if start_ticks(session) in (None, started) else None
+        # without its leader a session of that number may be anybody's
+        ours = session if started is not None and start_ticks(session) == started else None
         if marked(mark, ours):
             left = end_processes(lambda mark=mark, ours=ours: marked(mark, ours), None, 0)  # type: ignore[misc]
             if left:
                 raise OSError(f"processes {sorted(left)} of the server {mark} cannot be ended")
             ended.append(mark)
+        remove_scratch(record.get("scratch"))
         path.unlink(missing_ok=True)
     return ended
 
 
-def _namespace() -> str:
+def remove_scratch(name: str | None) -> None:
+    """Remove a replica's scratch folder, if it is one: named as such, in the temporary folder, and this user's alone."""
+    if not name:
+        return
+    folder = Path(name)
+    named = folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith(SCRATCH_PREFIX)
+    if named and not fault_of(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def namespace() -> str:
     """Which set of process numbers these are."""
     return str(Path("/proc/self/ns/pid").readlink())
 
@@ -196,13 +247,15 @@ def supervise(mark: str, record: Path, log: Path, command: list[str]) -> int:
         )
     written = {
         "mark": mark,
-        "processes": _namespace(),
+        "boot": boot_id(),
+        "processes": namespace(),
         "replica": replica,
         "replica_started": start_ticks(replica),
         "supervisor": me,
         "server": server.pid,
         "server_started": start_ticks(server.pid),
         "log": str(log),
+        "scratch": os.environ.get(SCRATCH),
     }
     temporary = record.with_suffix(".tmp")
     temporary.write_text(json.dumps(written))
@@ -216,10 +269,12 @@ def supervise(mark: str, record: Path, log: Path, command: list[str]) -> int:
         _say(f"exited {server.returncode}")
     mine = {me, guard}
     first = server.pid if server.poll() is None else None
-    left = end_processes(lambda: marked(mark, server.pid) - mine, first, GRACE_S)
+    left = end_processes(lambda: marked(mark, server.pid) - mine, first, GRACE_S, reap=True)
     if not left:
         os.write(holds_off, b"x")
         record.unlink(missing_ok=True)
+        if os.getppid() != replica:  # or it removes them itself
+            remove_scratch(os.environ.get(SCRATCH))
     return server.returncode or 0
 
 

@@ -139,11 +139,24 @@ class VLLM:
     def counters(self, get: Get) -> Counters:
         return read_counters(get("/metrics"))
 
-    def counted(self, answers: list[Answer], before: Counters, after: Counters) -> list[Answer]:
-        """Chunks are believed when there are as many as passes; a single answer falls back on the counters."""
+    def counted(
+        self, answers: list[Answer], before: Counters, after: Counters, *, speculating: bool, undisturbed: bool
+    ) -> list[Answer]:
+        """Chunks are believed when there are as many as passes; a single answer falls back on the counters.
+
+        The counters are the whole server's, so with other requests inside they say nothing of these answers. Raises
+        ServingError when a server that should speculate drafted nothing, and when passes cannot be told apart.
+        """
+        if not speculating:
+            return answers
         made = after.since(before)
         chunks = [answer.pass_sizes for answer in answers]
-        if made.drafts in (0, sum(map(len, chunks))):
+        if not made.drafts and any(chunks):
+            raise ServingError(
+                f"vllm: expected verify passes of {len(answers)} answers in the counters of /metrics, found none: it does not "
+                "speculate, or names them otherwise. Look into its log for the drafter, and check its version."
+            )
+        if not undisturbed or made.drafts == sum(map(len, chunks)):
             return answers
         if len(answers) == 1:
             return [replace(answers[0], accepted=made.passes())]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ray_eagle.cluster import ensure_resources
+from ray_eagle.cluster import ensure_resources, marked
 from ray_eagle.config import Config
 from ray_eagle.drafter.checkpoint import check_drafter, save_drafter
 from ray_eagle.drafter.model import Drafter
@@ -80,6 +80,7 @@ def _fit(job: TrainJob, checkpoints: Checkpoints, progress: Progress) -> None:
             name=checkpoints.new_attempt(),
             storage_path=folder.path,
             storage_filesystem=folder.fs,
+            worker_runtime_env=marked(settings.use_gpu).get("runtime_env"),
             failure_config=ray.train.FailureConfig(max_failures=settings.max_failures),
             # all: the records decide which to remove
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=None),

@@ -12,6 +12,7 @@ from ray_eagle.preflight.freeing import free, stale
 from ray_eagle.preflight.gpus import IDLE_BYTES, Holder, NodeGpus, describe, inspect
 from ray_eagle.preflight.kernels import check_kernels, kernel_facts, library_archs, support
 from ray_eagle.report.gpus import freed_words, node_json
+from ray_eagle.serving import supervisor
 from ray_eagle.serving.child import state_folder
 from tests.processes import Start
 
@@ -46,7 +47,8 @@ def test_what_was_left_behind_is_named_and_ended_and_its_memory_free(
     start: Start, program: str, outcome: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = used()
-    record = {"mark": "left-over", "replica": 2**22, "replica_started": 1}  # a replica that is gone
+    here = {"boot": supervisor.boot_id(), "processes": supervisor.namespace()}
+    record = {**here, "mark": "left-over", "replica": 2**22, "replica_started": 1}  # a replica that is gone
     path = state_folder() / "left-over.json"
     path.write_text(json.dumps(record))
     process = start(program, mark="left-over", orphan=True)

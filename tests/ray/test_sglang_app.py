@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from ray import serve
 from rich.console import Console
@@ -137,6 +138,31 @@ def test_a_sweep_over_settings_and_concurrencies(target_folder: Path, drafter_fo
     assert report.plain_identical_share == 1 and report.differences == [] and report.engine == "sglang 0.5.17"
     assert report.verdict == "serve" and "--speculative-num-steps" in " ".join(report.reasons)
     assert [note[:2] for note in notes] == [(i + 1, 52) for i in range(52)]
+
+
+def test_a_probe_leaves_the_server_drafting_as_it_was(
+    target_folder: Path, drafter_folder: Path, tmp_path: Path
+) -> None:
+    items = [{"id": p.id, "input_ids": p.input_ids} for p in PROMPTS[:4]]
+    body = {"prompts": items, "steps": 1, "max_new_tokens": 12, "plain_prompts": 2, "resamples": 20}
+    with (
+        deployed(settings(target_folder, tmp_path), drafter_folder=drafter_folder) as app,
+        HttpClient(app.url) as http,
+    ):
+
+        def as_before() -> bool:
+            with contextlib.suppress(ServingError):  # it restarts
+                return http.engine().speculation == Speculation(steps=3)
+            return False
+
+        answer = httpx.post(f"{app.url}/probe", json=body, headers={"Accept": "application/json"}, timeout=60)
+        assert answer.status_code == 200 and answer.json()["steps"] == 1
+        assert http.generate(input_ids=[5, 6], max_new_tokens=9).tokens == plain_answer([5, 6], 9)
+        with httpx.stream("POST", f"{app.url}/probe", json=body, timeout=60) as lines:
+            next(lines.iter_lines())  # and leaves
+        wait_for(as_before, 30)
+        reply = http.generate(input_ids=[5, 6], max_new_tokens=9)
+        assert [(p.start, p.accepted) for p in reply.passes] == expected_passes([5, 6], 9, 3)
 
 
 def test_the_stages_measure_on_it(generated: Path, drafter_folder: Path, tmp_path: Path, target_folder: Path) -> None:

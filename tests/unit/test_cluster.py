@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +17,14 @@ import ray
 
 from ray_eagle import cluster as cl
 from ray_eagle import submission
+from ray_eagle.cluster import MINE, NODE_ANSWER_S, marked, on_every_node
 from ray_eagle.config import Config, RayConfig
 from ray_eagle.errors import ConfigError, WorkerError
+from ray_eagle.preflight.kernels import ASK_S
+from ray_eagle.preflight.node import INTERPRETERS, LOOK_S
+from ray_eagle.preflight.processes import RayFacts, scan, standing
 from ray_eagle.run import Folder
+from ray_eagle.serving import supervisor
 from ray_eagle.settings import absolute_paths, load_config
 
 ROOT = Path(__file__).parents[2]
@@ -159,6 +165,46 @@ def test_ensure_resources_says_when_others_hold_them(cluster: None) -> None:
         cl.ensure_resources({"CPU": 2}, 1, 0.5)
     ray.kill(holder)
     cl.ensure_resources({"CPU": 4}, 1, 30)
+
+
+def test_actors_on_gpus_and_what_they_start_carry_the_mark(cluster: None) -> None:
+    @ray.remote(num_cpus=0)
+    class Actor:
+        def pids(self) -> list[int]:
+            self.child = subprocess.Popen(["sleep", "99"])
+            return [os.getpid(), self.child.pid]
+
+        def end(self) -> None:
+            self.child.kill()
+            self.child.wait()
+
+    on_gpu, elsewhere = Actor.options(**marked(0.5)).remote(), Actor.options(**marked(0)).remote()
+    pids, others = ray.get([on_gpu.pids.remote(), elsewhere.pids.remote()])
+    owned, processes = supervisor.owned(), scan()
+    assert [owned.get(pid) for pid in pids] == [MINE, MINE]
+    assert not owned.keys() & set(others)
+    for pid in pids:
+        found = standing(processes[pid], processes, RayFacts())
+        assert (found.ours, found.stale) == (True, False), "its Ray worker lives"
+    ray.get([on_gpu.end.remote(), elsewhere.end.remote()])
+    for actor in (on_gpu, elsewhere):
+        ray.kill(actor)
+
+
+def test_the_mark_leaves_the_jobs_environment_as_it_is() -> None:
+    job = {"py_modules": ["gcs://x.zip"], "env_vars": {"A": "1"}}
+    assert marked(1, job)["runtime_env"] == {**job, "env_vars": {"A": "1", supervisor.MARK: MINE}}
+    assert job["env_vars"] == {"A": "1"} and marked(0, job) == {}
+
+
+def test_a_node_that_is_slow_may_be_waited_for_longer(cluster: None) -> None:
+    def slow(seconds: float) -> str:
+        time.sleep(seconds)
+        return "here"
+
+    assert {a.error for a in on_every_node(slow, 30, timeout_s=0.5)} == {"no answer within 0.5 s"}
+    assert {a.value for a in on_every_node(slow, 0.1, timeout_s=60)} == {"here"}
+    assert LOOK_S > INTERPRETERS * ASK_S > NODE_ANSWER_S
 
 
 def test_shared_folder_is_proved_and_left_clean(cluster: None, tmp_path: Path) -> None:

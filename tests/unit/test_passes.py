@@ -141,8 +141,14 @@ def test_a_hiccup_does_not_move_the_time_of_a_step() -> None:
 
 
 def test_a_batch_is_full_from_the_last_start_to_the_first_end() -> None:
-    answers = [Answer([1], [1], [start, end], 0, False) for start, end in ((1, 9), (3, 8), (2, 10))]
+    answers = [Answer([1, 2], [1, 1], [start, end], 0, False) for start, end in ((1, 9), (3, 8), (2, 10))]
     assert full_batch(answers) == (3, 8)
+    at_once = Answer([1], [1], [2.5], 0, True)
+    assert full_batch([*answers, at_once]) == (3, 8), "it decodes nothing"
+    late = Answer([1, 2], [1, 1], [8.5, 12], 0, False)
+    for never_full in ([*answers, late], [at_once]):
+        window = full_batch(never_full)
+        assert [step_seconds(answer, None, window) for answer in never_full] == [0] * len(never_full)
 
 
 @pytest.mark.parametrize("version", ["0.5.17", "0.5.20", "0.5.23", "0.5.23.post2", "0.5.18+cu130"])
@@ -212,12 +218,19 @@ def test_vllms_chunks_are_passes_as_long_as_the_counters_agree(vllm: VLLM) -> No
     answer = vllm.answer(streamed([[5], [6, 7], [8], [9, 10, 11]]))
     assert (answer.tokens, answer.counts) == ([5, 6, 7, 8, 9, 10, 11], [1, 2, 1, 3])
     zero = Counters(0, 0, {})
-    assert vllm.counted([answer], zero, read_counters(metrics([1, 0, 2]))) == [answer]
-    [fallen_back] = vllm.counted([answer], zero, read_counters(metrics([1, 0, 1, 0])))
+    alone = {"speculating": True, "undisturbed": True}
+    assert vllm.counted([answer], zero, read_counters(metrics([1, 0, 2])), **alone) == [answer]
+    [fallen_back] = vllm.counted([answer], zero, read_counters(metrics([1, 0, 1, 0])), **alone)
     assert fallen_back.accepted == [0, 0, 1, 1]
     with pytest.raises(ServingError, match="concurrency 1"):
-        vllm.counted([answer, answer], zero, read_counters(metrics([1, 0, 2])))
-    assert vllm.counted([answer], zero, zero) == [answer], "plain decoding drafts nothing"
+        vllm.counted([answer, answer], zero, read_counters(metrics([1, 0, 2])), **alone)
+    assert vllm.counted([answer], zero, zero, speculating=False, undisturbed=True) == [answer]
+    with pytest.raises(ServingError, match="does not speculate"):
+        vllm.counted([answer], zero, zero, **alone)
+    first_token_only = vllm.answer(streamed([[5]]))
+    assert vllm.counted([first_token_only], zero, zero, **alone) == [first_token_only], "nothing was left to draft"
+    others = read_counters(metrics([1, 0, 1, 0]))
+    assert vllm.counted([answer], zero, others, speculating=True, undisturbed=False) == [answer], "of other answers"
 
 
 @pytest.mark.parametrize(

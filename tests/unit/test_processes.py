@@ -120,15 +120,41 @@ def test_the_supervisors_record_decides_whatever_adopted_the_orphan(
     tmp_path: Path, replica: list[int], stale: bool, words: str
 ) -> None:
     processes = tree(tmp_path / "proc", mark="sglang-1")
-    folder = tmp_path / "ray_eagle-0" / "servers"
-    folder.mkdir(parents=True)
-    record = {"mark": "sglang-1", "replica": replica[0], "replica_started": replica[1]}
+    folder = records(tmp_path)
+    record = {**HERE_NOW, "mark": "sglang-1", "replica": replica[0], "replica_started": replica[1]}
     (folder / "sglang-1.json").write_text(json.dumps(record))
     (folder / "broken.json").write_text('{"mark": ')
     facts = RayFacts(replicas=recorded_replicas(tmp_path))
     for parent in (1, 20):  # 20: some program that adopts orphans
         found = standing(replace(processes[50], parent=parent), processes, facts)
         assert (found.stale, words in found.reason) == (stale, True)
+
+
+HERE_NOW = {"boot": supervisor.boot_id(), "processes": supervisor.namespace()}
+
+
+def records(root: Path) -> Path:
+    folder = root / f"ray_eagle-{os.getuid()}" / "servers"
+    for each in (folder.parent, folder):
+        each.mkdir(mode=0o700)
+    return folder
+
+
+def test_records_that_another_may_have_written_or_of_other_processes_say_nothing(tmp_path: Path) -> None:
+    folder = records(tmp_path)
+    record = {**HERE_NOW, "mark": "m", "replica": 7, "replica_started": 8}
+    path = folder / "m.json"
+    path.write_text(json.dumps(record))
+    assert recorded_replicas(tmp_path) == {"m": (7, 8)}
+    for differing in ({"boot": "another"}, {"processes": "pid:[1]"}):
+        path.write_text(json.dumps({**record, **differing}))
+        assert recorded_replicas(tmp_path) == {}
+    path.write_text(json.dumps(record))
+    folder.chmod(0o777)
+    assert recorded_replicas(tmp_path) == {}
+    folder.chmod(0o700)
+    folder.parent.rename(tmp_path / "ray_eagle-4242")
+    assert recorded_replicas(tmp_path) == {}
 
 
 def test_a_raylet_that_is_younger_than_the_process_is_another(tmp_path: Path) -> None:

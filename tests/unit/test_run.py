@@ -15,9 +15,37 @@ import pytest
 from ray_eagle.config import Config
 from ray_eagle.errors import ConfigError, InputError, OriginError
 from ray_eagle.run import Folder, Origin, RunFolder, content_hash, differences
-from ray_eagle.stages import KINDS, Pipeline
+from ray_eagle.stages import KINDS, Pipeline, deciding
 from tests.tiny import tiny_target
 from tests.unit.test_vocab import random_rows, write_dataset
+
+# --- keys -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "counts"),
+    [
+        ("serve", {"env": {"SGLANG_X": "1"}}, True),
+        ("serve", {"python": "/opt/sglang/bin/python"}, True),
+        ("serve", {"gpus": 2}, True),
+        ("probe", {"url": "http://there:8000"}, True),
+        ("probe", {"steps": 5}, True),
+        ("serve", {"steps": 5}, False),
+        ("serve", {"engine": "sglang", "topk": 4, "draft_tokens": 8}, None),
+        ("serve", {"port": 4242}, False),
+        ("serve", {"start_s": 4242}, False),
+    ],
+)
+def test_what_changes_a_measurement_is_in_its_key_and_nothing_else(
+    section: str, values: dict[str, Any], counts: bool | None
+) -> None:
+    """None: apart from the engine, which counts."""
+    target = {"target": {"path": "t"}}
+    base = {"engine": "sglang"} if counts is None else {}
+    before = deciding(Config.model_validate({**target, section: base}), section)
+    after = deciding(Config.model_validate({**target, section: values}), section)
+    assert (before != after) == bool(counts)
+
 
 # --- files ----------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from ray_eagle.probing.sweep import run_breakeven_sweep, run_sweep
 from ray_eagle.serving import child, supervisor
 from ray_eagle.serving.engine import EngineFacts, Speculation, Work
 from ray_eagle.serving.messages import GenerateReply
-from ray_eagle.serving.server import Models, ServerEngine
+from ray_eagle.serving.server import Models, ServerEngine, _Gate
 from ray_eagle.serving.sglang import SGLang
 from tests.standin import expected_passes, plain_answer, write_interpreter
 from tests.tiny import tiny_drafter, tiny_shape
@@ -91,6 +92,26 @@ def test_a_drafter_says_its_layers_as_the_server_reads_them(
     assert (given == folder) == (written == list(outputs))
     assert read_config(given)["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == written
     assert (given / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_records_are_kept_where_only_this_user_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = child.state_folder()
+    assert folder == child.state_folder() and folder.parent.parent == tmp_path
+    for each in (folder, folder.parent):
+        each.chmod(0o770)
+        with pytest.raises(ServingError, match=r"written by others \(mode 770\).*Remove it, or set TMPDIR"):
+            child.state_folder()
+        each.chmod(0o700)
+    folder.parent.rename(tmp_path / "elsewhere")
+    (tmp_path / f"ray_eagle-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ServingError, match="is not a folder"):
+        child.state_folder()
+    monkeypatch.setattr(os, "getuid", lambda: 4242)
+    (tmp_path / "ray_eagle-4242").mkdir(mode=0o700)
+    with pytest.raises(ServingError, match="belongs to user"):
+        child.state_folder()
 
 
 @pytest.fixture
@@ -321,6 +342,43 @@ def test_a_restart_that_fails_is_a_failed_engine(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_what_a_server_cannot_do_leaves_the_running_one_alone(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> list[str]:
+        raise ConfigError("no trees here")
+
+    before = engine.facts()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._dialect, "command", refuse)
+        with pytest.raises(ConfigError, match="no trees"):
+            engine.configure(Speculation(steps=2, topk=4, draft_tokens=8))
+    engine.check()
+    assert engine.facts() == before
+
+
+def test_a_restart_that_succeeds_forgets_the_failure_before(tmp_path: Path) -> None:
+    engine = start(tmp_path, mode="dies-plain")
+    with pytest.raises(ServingError, match="CUDA out of memory"):
+        engine.configure(None)
+    engine.configure(Speculation(steps=2))
+    engine.check()
+    assert engine.generate([Work([5], 9)])[0].tokens == plain_answer([5], 9)
+    engine.close()
+    with pytest.raises(ServingError, match="starts no more"):
+        engine.configure(None)
+
+
+def test_logs_of_servers_that_run_are_kept(engine: Any, own_state: Path) -> None:
+    old = time.time() - 1000
+    for number in range(child.KEPT_LOGS + 3):
+        (own_state / f"old-{number}.log").touch()
+    os.utime(engine._child.log, (old, old))
+    log = engine._child.log
+    engine._child._forget_old_logs(own_state)
+    assert log.exists() and len(list(own_state.glob("old-*.log"))) <= child.KEPT_LOGS
+
+
 @pytest.mark.parametrize(
     ("ids", "count", "message"),
     [
@@ -436,6 +494,29 @@ def test_what_would_falsify_a_measurement_is_refused(
     with pytest.raises(ServingError, match=message):
         probed(engine, PROMPTS, 4)
     engine.close()
+
+
+def test_requests_of_others_falsify_a_measurement(engine: Any) -> None:
+    class Shared(Local):
+        def decode(self, **request: Any) -> list[GenerateReply]:
+            engine.generate([Work([7], 4)])
+            return super().decode(**request)
+
+    with pytest.raises(ServingError, match="only this measurement uses"):
+        run_breakeven_sweep(
+            Shared(engine), PROMPTS[:2], settings=[Speculation(steps=3)], concurrencies=[1], max_new_tokens=8
+        )
+
+
+def test_the_gate_tells_whether_others_were_inside() -> None:
+    gate = _Gate()
+    with gate.together() as first:
+        assert first()
+        with gate.together() as second:
+            assert not first() and not second()
+        assert not first() and gate.inside == 1
+    with gate.together() as third:
+        assert third() and gate.entered == 3
 
 
 @pytest.mark.parametrize(("mode", "verdict"), [("unequal", "serve"), ("unequal-far", "broken")])

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,26 +135,78 @@ def test_the_next_start_ends_what_outlived_even_the_guard(trees: Any, tmp_path: 
 
 def test_a_process_that_only_has_the_number_of_a_server_is_left_alone(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(99)"], start_new_session=True) as other:
-        here = str(Path("/proc/self/ns/pid").readlink())
-        record = {
-            "mark": "m",
-            "processes": here,
-            "replica": 2**22 + 1,
-            "replica_started": 1,
-            "server": other.pid,
-            "server_started": 1,
-        }
-        (tmp_path / "m.json").write_text(json.dumps(record))
+        write_record(tmp_path, server=other.pid, server_started=1)
         assert supervisor.end_stale(tmp_path) == []
         assert other.poll() is None and not list(tmp_path.glob("*.json"))
         other.kill()
 
 
 def test_a_record_of_another_container_is_left_alone(tmp_path: Path) -> None:
-    record = {"mark": "m", "processes": "pid:[1]", "replica": 2**22 + 1, "replica_started": 1, "server": 1}
-    (tmp_path / "m.json").write_text(json.dumps({**record, "server_started": 1}))
+    write_record(tmp_path, processes="pid:[1]", server=1, server_started=1)
     assert supervisor.end_stale(tmp_path) == []
     assert list(tmp_path.glob("*.json"))
+
+
+def test_without_its_leader_a_session_is_not_the_servers(tmp_path: Path) -> None:
+    """Session numbers are given again: what has one now and no mark is somebody else's."""
+    words = "import os, subprocess, sys; print(subprocess.Popen(['sleep', '99'], stdout=subprocess.DEVNULL).pid)"
+    leader = subprocess.Popen([sys.executable, "-S", "-c", words], start_new_session=True, stdout=subprocess.PIPE)
+    other = int(leader.communicate()[0])
+    try:
+        assert supervisor.session_of(other) == leader.pid and supervisor.start_ticks(leader.pid) is None
+        write_record(tmp_path, server=leader.pid, server_started=1)
+        assert supervisor.end_stale(tmp_path) == [] and not list(tmp_path.glob("*.json"))
+        assert supervisor.session_of(other) == leader.pid
+    finally:
+        os.kill(other, signal.SIGKILL)
+
+
+def test_a_record_of_an_earlier_boot_ends_nothing_and_is_forgotten(trees: Any, tmp_path: Path) -> None:
+    tree = trees()
+    started = supervisor.start_ticks(tree.server)
+    write_record(tmp_path, boot="another", mark=tree.mark, server=tree.server, server_started=started)
+    assert supervisor.end_stale(tmp_path) == []
+    assert len(tree.all) == 4 and {path.stem for path in tmp_path.glob("*.json")} == {tree.mark}
+
+
+def write_record(folder: Path, **fields: Any) -> None:
+    """Of a server whose replica is gone."""
+    here = {"boot": supervisor.boot_id(), "processes": supervisor.namespace(), "mark": "m"}
+    record = {**here, "replica": 2**22 + 1, "replica_started": 1, **fields}
+    (folder / "m.json").write_text(json.dumps(record))
+
+
+def test_scratch_files_go_with_a_replica_that_was_killed(
+    trees: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    scratch, other = tmp_path / f"{supervisor.SCRATCH_PREFIX}a", tmp_path / "mine"
+    for folder in (scratch, other):
+        (folder / "random").mkdir(parents=True)
+    monkeypatch.setenv(supervisor.SCRATCH, str(scratch))
+    tree = trees()
+    tree.replica.kill()
+    tree.replica.wait()
+    assert tree.gone_within(supervisor.GRACE_S + 3)
+    assert not scratch.exists()
+
+    scratch.mkdir()
+    link = tmp_path / f"{supervisor.SCRATCH_PREFIX}link"
+    link.symlink_to(other)
+    for name, stays in ((f"{scratch}/../mine", True), (other, True), (link, True), (scratch, False)):
+        write_record(tmp_path, server=2**22 + 2, server_started=1, scratch=str(name))
+        assert supervisor.end_stale(tmp_path) == []
+        assert Path(name).exists() == stays
+    assert (other / "random").exists()
+
+
+def test_exit_codes_of_other_children_stay_where_they_are_waited_for() -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(5)"])
+    time.sleep(0.3)
+    rounds = iter([{2**22 + 1}, set()])
+    assert supervisor.end_processes(lambda: next(rounds), None, 0) == set()
+    assert child.wait() == 5
 
 
 def test_owned_processes_are_found_by_their_mark(trees: Any) -> None:

@@ -1,6 +1,8 @@
 """Sweeps, their statistics against slow twins, and what the verdict makes of them."""
 
+import contextlib
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,11 +10,11 @@ import pytest
 from pydantic import ValidationError
 
 from ray_eagle.config import Config
-from ray_eagle.errors import InputError
+from ray_eagle.errors import InputError, ServingError
 from ray_eagle.probing.acceptance import acceptance
+from ray_eagle.probing.differences import differences_from
 from ray_eagle.probing.reports import (
     ProbePrompt,
-    differences_from,
     evenly,
     length_bucket,
     mean_context,
@@ -142,6 +144,142 @@ def test_what_can_not_be_measured_is_said_before() -> None:
         run_sweep(Scripted(), [], settings=[], concurrencies=[1], max_new_tokens=8, plain_prompts=1)
     with pytest.raises(InputError, match=r"breakeven\.steps"):
         run_breakeven_sweep(Scripted(), PROMPTS, settings=[], concurrencies=[1], max_new_tokens=8)
+
+
+class Failing(Scripted):
+    """The third batch is the last: of a client that left, or a server that gave up."""
+
+    def decode(self, **request: Any) -> Any:
+        if sum(isinstance(call, tuple) for call in self.calls) == 2:
+            raise KeyError("left")
+        return super().decode(**request)
+
+
+@pytest.mark.parametrize("client", [Scripted(), Failing()])
+@pytest.mark.parametrize("before", [None, Speculation(steps=2)])
+def test_a_server_that_outlives_the_probe_drafts_as_before(client: Scripted, before: Speculation | None) -> None:
+    client.now = before
+    with contextlib.suppress(KeyError):
+        probe_with(
+            client,
+            PROMPTS,
+            engine="sglang",
+            settings=[Speculation(steps=3)],
+            concurrencies=[1],
+            temperature=0.0,
+            outlived=True,
+            max_new_tokens=8,
+            plain_prompts=2,
+        )
+    assert client.now == before
+
+
+class Counting(Scripted):
+    """Counts its requests; `foreign` more come in with the fifth, and `running` are inside from the start."""
+
+    def __init__(self, foreign: int = 0, running: int = 0) -> None:
+        super().__init__()
+        self.foreign, self.running, self.requests = foreign, running, 40
+
+    def engine(self) -> EngineFacts:
+        return super().engine().model_copy(update={"requests": self.requests, "running": self.running})
+
+    def decode(self, **request: Any) -> Any:
+        self.requests += 1 + (self.foreign if self.requests == 44 else 0)
+        return super().decode(**request)
+
+
+def test_requests_of_others_falsify_a_measurement() -> None:
+    assert sweep(Counting()).verdict == "serve"
+    for client in (Counting(foreign=1), Counting(running=1)):
+        with pytest.raises(ServingError, match="only this measurement uses"):
+            sweep(client)
+
+
+class Untimed(Scripted):
+    """Plain batches with the first prompt in them were never full; speculative cycles of it take ten times as long."""
+
+    def decode(self, *, prompts: list[list[int]], **rest: Any) -> Any:
+        made = super().decode(prompts=prompts, **rest)
+        if PROMPTS[0].input_ids not in prompts:
+            return made
+        factor = 10 if self.now else 0
+        return [r.model_copy(update={"step_seconds": factor * r.step_seconds}) for r in made]
+
+
+def test_only_prompts_timed_both_ways_count_and_the_others_are_told() -> None:
+    report = sweep(Untimed())
+    clean = {(row.steps, row.concurrency): row for row in sweep(Scripted()).sweep}
+    for row in report.sweep:
+        assert row.break_even == pytest.approx(clean[row.steps, row.concurrency].break_even)
+        assert row.prompts_timed == {1: 2, 4: 4}[row.concurrency]
+    [row] = [row for row in report.sweep if (row.steps, row.concurrency) == (report.steps, 1)]
+    assert report.break_even == row.break_even and report.speed.prompts == row.prompts_timed == 2
+    assert report.speed.break_even_interval == row.break_even_interval
+    assert report.speedup_interval == row.speedup_interval
+    assert any("At concurrency 4, 1 of 6 batches were not timed" in note for note in report.notes)
+    assert not any("not timed" in note for note in sweep(Scripted()).notes)
+    rows = run_breakeven_sweep(
+        Untimed(), PROMPTS, settings=[Speculation(steps=3)], concurrencies=[1], max_new_tokens=20
+    )
+    assert rows.rows[0].needed == pytest.approx(2.2) and rows.rows[0].speed.prompts == 9
+    assert any("1 of 20 batches were not timed" in note for note in rows.notes)
+
+
+class Differing(Scripted):
+    """Speculative answers to the last prompt end late or early, or differ where plain text is never the same again."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def decode(self, **request: Any) -> Any:
+        made = super().decode(**request)
+        if PROMPTS[-1].input_ids not in request["prompts"]:
+            return made
+        tokens = list(made[-1].tokens)
+        if self.way == "late" and not self.now:
+            tokens = tokens[:5]
+        if self.way == "early" and self.now:
+            tokens = tokens[:5]
+        if self.way == "unchecked":
+            tokens[3] = 900 if self.now else 901
+            tokens[0] += request.get("gaps", False)
+        gaps = [0.0] * len(tokens) if request.get("gaps") else []
+        return [*made[:-1], made[-1].model_copy(update={"tokens": tokens, "gaps": gaps})]
+
+
+@pytest.mark.parametrize("way", ["late", "early"])
+def test_an_end_that_is_passed_over_is_a_fault(way: str) -> None:
+    report = sweep(Differing(way), settings=[Speculation(steps=3)], concurrencies=[1])
+    assert [(d.id, d.index, d.past_the_end) for d in report.differences] == [("p9", 5, True)]
+    assert report.verdict == "broken" and "end-of-sequence token was passed over: p9 at token 5" in str(report.reasons)
+
+
+def test_differences_that_nobody_could_judge_are_told_and_no_reason_to_serve() -> None:
+    report = sweep(Differing("unchecked"), settings=[Speculation(steps=3)], concurrencies=[1])
+    assert [(d.id, d.index, d.gap) for d in report.differences] == [("p9", 3, None)]
+    assert report.verdict == "broken" and "for no difference is it known" in str(report.reasons)
+    assert any("1 of 1 answers that differ from plain text are unchecked" in note for note in report.notes)
+
+
+class Merged(Scripted):
+    """The server told its passes, but not in which order."""
+
+    def decode(self, **request: Any) -> Any:
+        made = super().decode(**request)
+        passes = [[replace(p, start=-1) for p in r.passes] for r in made]
+        return [r.model_copy(update={"passes": each}) for r, each in zip(made, passes, strict=True)]
+
+
+def test_passes_of_unknown_order_are_all_counted_and_the_report_says_so() -> None:
+    known = sweep(Scripted(right=1), settings=[Speculation(steps=3)], concurrencies=[1])
+    report = sweep(Merged(right=1), settings=[Speculation(steps=3)], concurrencies=[1])
+    assert (known.unordered_prompts, report.unordered_prompts) == (0, 10)
+    assert report.acceptance.verify_passes == known.acceptance_all_passes.verify_passes == 200
+    assert known.acceptance.verify_passes == 190, "the cut ones are known"
+    assert any("merged chunks of 10 of 10 answers" in note for note in report.notes)
+    assert not any("merged chunks" in note for note in known.notes)
 
 
 class OneByOne(Scripted):
