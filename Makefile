@@ -3,13 +3,20 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test browser chaos check format clean
+.PHONY: demo test test-ray test-rest browser chaos check format clean
 
 demo: $(READY)
 	$(BIN)/ray-eagle run -c demo.yaml
 
+# Two processes: the tests on one Ray cluster mostly wait for it.
 test: $(READY)
-	$(BIN)/python -m pytest tests
+	@$(MAKE) --no-print-directory -j2 test-ray test-rest
+
+test-ray: $(READY)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/ray
+
+test-rest: $(READY)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests --ignore tests/ray
 
 # A headless Chromium (Debian's) for the tests of the server's page; where it cannot be installed they are skipped.
 browser:
