@@ -45,11 +45,11 @@ def conversations(run: Pipeline) -> dict[str, Conversation]:
     return {c.source_id: c for c in read_conversations(run.run.of("generate"))}
 
 
-def test_failing_servers_and_a_driver_killed_three_times_give_each_prompt_its_conversation_once(
+def test_failing_servers_and_a_killed_driver_give_each_prompt_its_conversation_once(
     tmp_path: Path, target_folder: Path
 ) -> None:
-    """`python -m tests.ray.answering` runs it with 10,000 prompts."""
-    figures = trial(tmp_path, target_folder, prompts=1000, kills=3)
+    """`python -m tests.ray.answering` runs it with 10,000 prompts, and kills the driver three times."""
+    figures = trial(tmp_path, target_folder, prompts=1000, kills=1)
     assert all(figures["servers"][fault] > 0 for fault in ("failed", "stalled", "cut"))
 
 

