@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import Start, starting
+from tests.ray.pipeline import pipeline, tiny_config
 from tests.tiny import tiny_target
 
 
@@ -28,6 +29,14 @@ def cluster() -> Iterator[None]:
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with 8 layers, hidden 32, and a byte-level tokenizer."""
     return tiny_target(tmp_path_factory.mktemp("target") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def generated(tmp_path_factory: pytest.TempPathFactory, target_folder: Path, cluster: None) -> Path:
+    """A folder whose run has finished `generate`."""
+    folder = tmp_path_factory.mktemp("generated")
+    pipeline(tiny_config(folder, target_folder)).stage("generate")
+    return folder
 
 
 @pytest.fixture

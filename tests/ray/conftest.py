@@ -1,4 +1,4 @@
-"""Runs that tests start from: one that has conversations, one that is ready for training, one that trained undisturbed."""
+"""Runs that tests start from: one that is ready for training, one that trained undisturbed."""
 
 import signal
 from pathlib import Path
@@ -7,14 +7,6 @@ import pytest
 
 from tests.ray.pipeline import pipeline, tiny_config
 from tests.ray.training import DETERMINISTIC, fresh
-
-
-@pytest.fixture(scope="session")
-def generated(tmp_path_factory: pytest.TempPathFactory, target_folder: Path, cluster: None) -> Path:
-    """A folder whose run has finished `generate`."""
-    folder = tmp_path_factory.mktemp("generated")
-    pipeline(tiny_config(folder, target_folder)).stage("generate")
-    return folder
 
 
 @pytest.fixture(scope="session")
