@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ray_eagle.errors import InputError, LockedError
 from ray_eagle.run import Folder, sync
+from ray_eagle.serving.supervisor import boot_id, namespace, start_ticks
 
 LOCK = "lock.json"
 SETTLE_S = 2.0
@@ -23,7 +24,7 @@ class Lock:
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
-        process = {"pid": os.getpid(), "started": _process_start(os.getpid()), "nonce": secrets.token_hex(8)}
+        process = {"pid": os.getpid(), "started": start_ticks(os.getpid()), "nonce": secrets.token_hex(8)}
         self._mine = json.dumps({**_here(), **process}).encode()
 
     def __enter__(self) -> "Lock":
@@ -75,7 +76,7 @@ def refuse_if_locked(folder: Folder) -> bytes | None:
     except ValueError:
         holder = {"host": "?", "pid": "?", "started": None}
     here = {name: holder.get(name) for name in _here()} == _here()
-    if not here or _process_start(holder["pid"]) == holder["started"]:
+    if not here or start_ticks(holder["pid"]) == holder["started"]:
         raise LockedError(
             f"{folder.path} is being written by process {holder['pid']} on {holder['host']}. Wait for it or stop it; if it is "
             f"gone, delete {folder.file(LOCK)}."
@@ -105,15 +106,6 @@ def create_once(folder: Folder, name: str, data: bytes) -> bool:
 def _here() -> dict[str, str]:
     """Where a process number means something: containers may share a host's name, and a boot gives numbers anew."""
     place = {"host": socket.gethostname(), "processes": "", "boot": ""}
-    with contextlib.suppress(OSError):
-        place["processes"] = str(Path("/proc/self/ns/pid").readlink())
-        place["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError):  # without /proc
+        place |= {"processes": namespace(), "boot": boot_id()}
     return place
-
-
-def _process_start(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot, as text; None when it does not run."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return None

@@ -101,6 +101,10 @@ class Folder:
     def file(self, name: str) -> str:
         return f"{self.path}/{name}"
 
+    def disk(self) -> Path | None:
+        """The folder that exists, this or one above, whose disk it lies on; None on other filesystems than the local."""
+        return next(p for p in (Path(self.path), *Path(self.path).parents) if p.exists()) if self.is_local else None
+
     def create(self) -> None:
         self.fs.create_dir(self.path, recursive=True)
 

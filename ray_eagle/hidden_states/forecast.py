@@ -8,7 +8,6 @@ import random
 import secrets
 import shutil
 import time
-from pathlib import Path
 
 from pydantic import BaseModel
 
@@ -80,7 +79,7 @@ def forecast(config: Config, run: RunFolder, facts: TargetFacts, progress: Progr
         supervised_tokens=supervised,
         assumed=assumed,
         bytes=sample_bytes(tokens, supervised, facts.hidden_size, config.extract.state_dtype),
-        free_bytes=_free(run),
+        free_bytes=shutil.disk_usage(disk).free if (disk := run.disk()) else None,
         state_dtype=config.extract.state_dtype,
         actors=config.extract.actors,
         stages=config.extract.stages,
@@ -182,9 +181,3 @@ def _unit(index: int, group: list[TokenSample]) -> Unit:
 
 def _payload(record: UnitRecord, found: Forecast, facts: TargetFacts) -> int:
     return sum(sample_bytes(row.tokens, row.teaching, facts.hidden_size, found.state_dtype) for row in record.rows)
-
-
-def _free(run: RunFolder) -> int | None:
-    if not run.is_local:
-        return None
-    return shutil.disk_usage(next(p for p in (Path(run.path), *Path(run.path).parents) if p.exists())).free

@@ -56,7 +56,8 @@ def cpu_threads() -> int:
 
 def check_disk(run: Folder, needed: int, min_free_gib: float) -> list[Finding]:
     """Free disk at a local run folder against `needed` bytes, with `min_free_gib` to remain."""
-    if not run.is_local:
+    existing = run.disk()
+    if existing is None:
         return [
             Finding(
                 level="ok",
@@ -64,7 +65,6 @@ def check_disk(run: Folder, needed: int, min_free_gib: float) -> list[Finding]:
                 message=f"{human_bytes(needed)} will go to {run.path}; free space is not known.",
             )
         ]
-    existing = next(p for p in (Path(run.path), *Path(run.path).parents) if p.exists())
     free = shutil.disk_usage(existing).free
     message = f"{human_bytes(needed)} of hidden states to come, {human_bytes(free)} free at {existing}."
     if free - needed < min_free_gib * GIB:

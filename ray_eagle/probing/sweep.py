@@ -34,7 +34,7 @@ from ray_eagle.probing.reports import (
     timing,
 )
 from ray_eagle.probing.speed import pool, speedup_interval
-from ray_eagle.serving.engine import EngineFacts, Speculation
+from ray_eagle.serving.engine import Speculation
 from ray_eagle.serving.generation import complete_passes
 from ray_eagle.serving.messages import GenerateReply
 
@@ -118,16 +118,7 @@ def run_sweep(
     total = len(settings) * sum(map(len, plan.values())) + sum(map(len, both_ways.values()))
     tick = _Ticker(progress, total)
     request = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    speculative: dict[tuple[Speculation, int], Replies] = {}
-    facts: dict[Speculation, EngineFacts] = {}
-    phases: list[Phase] = []
-    for setting in settings:
-        with_setting = Phase(client, setting, max(concurrencies))
-        facts[setting] = with_setting.facts
-        for c in concurrencies:
-            speculative[setting, c] = with_setting.decode(prompts, plan[c], c, request, tick)
-        with_setting.finish()
-        phases.append(with_setting)
+    speculative, phases = _speculating(client, prompts, settings, plan, request, tick)
     plainly = Phase(client, None, max(concurrencies))
     plain = {c: plainly.decode(prompts, both_ways[c], c, request, tick) for c in concurrencies}
     differing: dict[Speculation, list[Difference]] = {setting: [] for setting in settings}
@@ -137,7 +128,6 @@ def run_sweep(
         for setting, (made, reference) in pairs.items():
             differing[setting] = differences_from(prompts, _in_order(made, len(prompts)), reference, gaps)
     plainly.finish()
-    phases.append(plainly)
 
     rows = [
         _row(setting, c, speculative[setting, c], plain[c], bootstrap) for setting in settings for c in concurrencies
@@ -145,7 +135,7 @@ def run_sweep(
     rows = [row.model_copy(update={"best": row.speedup == _fastest(rows, row.concurrency)}) for row in rows]
     best = settings[max(range(len(settings)), key=lambda i: rows[i * len(concurrencies)].speedup)]
     predicted = predict(best.steps) if best.topk == 1 and not temperature else None
-    told = facts[best]
+    told = phases[settings.index(best)].facts
     report = build_report(
         prompts,
         _in_order(speculative[best, first], len(prompts)),
@@ -166,7 +156,7 @@ def run_sweep(
         "temperature": temperature,
         "engine": f"{told.name} {told.version}".strip(),
         "sweep": rows,
-        "notes": [*report.notes, *_best_notes(rows), *unchecked_notes(differing), *untimed_notes(phases)],
+        "notes": [*report.notes, *_best_notes(rows), *unchecked_notes(differing), *untimed_notes([*phases, plainly])],
     }
     return report.model_copy(update=decoded)
 
@@ -189,18 +179,11 @@ def run_breakeven_sweep(
     numbers = list(range(len(prompts)))
     tick = _Ticker(progress, (len(settings) + 1) * len(concurrencies) * len(numbers))
     request = {"max_new_tokens": max_new_tokens}
-    speculative: dict[tuple[Speculation, int], Replies] = {}
-    phases: list[Phase] = []
-    for setting in settings:
-        phase = Phase(client, setting, max(concurrencies))
-        for c in concurrencies:
-            speculative[setting, c] = phase.decode(prompts, numbers, c, request, tick)
-        phase.finish()
-        phases.append(phase)
+    plan = dict.fromkeys(concurrencies, numbers)
+    speculative, phases = _speculating(client, prompts, settings, plan, request, tick)
     plainly = Phase(client, None, max(concurrencies))
     plain = {c: plainly.decode(prompts, numbers, c, request, tick) for c in concurrencies}
     plainly.finish()
-    phases.append(plainly)
     rows: list[BreakevenRow] = []
     for (setting, c), replies in speculative.items():
         timings = [t for i in plain[c] if (t := timing(replies[i], plain[c][i]))]
@@ -218,8 +201,28 @@ def run_breakeven_sweep(
         max_new_tokens=max_new_tokens,
         prompts=len(prompts),
         rows=rows,
-        notes=[*context_notes(float(np.mean([row.mean_context for row in rows]))), *untimed_notes(phases)],
+        notes=[*context_notes(float(np.mean([row.mean_context for row in rows]))), *untimed_notes([*phases, plainly])],
     )
+
+
+def _speculating(
+    client: BatchClient,
+    prompts: Sequence[ProbePrompt],
+    settings: Sequence[Speculation],
+    plan: dict[int, list[int]],
+    request: dict[str, Any],
+    tick: "_Ticker",
+) -> tuple[dict[tuple[Speculation, int], Replies], list[Phase]]:
+    """Answers of each setting at each concurrency of the plan (which says to which prompts), and the settings' phases."""
+    made: dict[tuple[Speculation, int], Replies] = {}
+    phases = []
+    for setting in settings:
+        phase = Phase(client, setting, max(plan))
+        for c, numbers in plan.items():
+            made[setting, c] = phase.decode(prompts, numbers, c, request, tick)
+        phase.finish()
+        phases.append(phase)
+    return made, phases
 
 
 def needed_sentence(report: BreakevenReport, steps: int) -> str:

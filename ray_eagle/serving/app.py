@@ -8,7 +8,6 @@ import asyncio
 import hmac
 import logging
 import re
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +32,7 @@ from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.errors import ConfigError, EagleError, InputError, ServingError
 from ray_eagle.probing.probe import ProbeReport
 from ray_eagle.serving import page
+from ray_eagle.serving.child import free_port
 from ray_eagle.serving.client import HandleClient
 from ray_eagle.serving.engine import EngineFacts
 from ray_eagle.serving.events import NDJSON, Emit, Progressed, Reported
@@ -248,7 +248,7 @@ def deployed(
 
 def _start_http(config: ServeConfig) -> str:
     """Start Serve unless it runs; the address of its proxy. A cluster has one, so a running one keeps its port."""
-    port = config.port or _free_port(config.host)
+    port = config.port or free_port(config.host)
     if _get_global_client(raise_if_no_controller_running=False) is None:
         try:
             serve.start(proxy_location="HeadOnly", http_options={"host": config.host, "port": port})
@@ -262,12 +262,6 @@ def _start_http(config: ServeConfig) -> str:
         logger.warning("Serve already runs on %s:%s and cannot be moved: using that.", options.host, options.port)
     host = ray.util.get_node_ip_address() if options.host in ("0.0.0.0", "::") else options.host
     return f"http://{host}:{options.port}"
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
 
 
 def _await_resources(config: Config) -> None:

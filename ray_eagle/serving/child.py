@@ -45,10 +45,10 @@ def state_folder() -> Path:
     return folder
 
 
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of that address that nobody listens on now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 

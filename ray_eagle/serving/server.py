@@ -17,6 +17,7 @@ import torch
 
 from ray_eagle.config import ServeConfig
 from ray_eagle.drafter.checkpoint import save_drafter
+from ray_eagle.drafter.engines import Engine
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.drafter.start import random_drafter
 from ray_eagle.errors import EagleError, InputError, ServingError
@@ -69,8 +70,8 @@ class Dialect(Protocol):
     def flags(self, speculation: Speculation | None, drafter: str) -> list[str]:
         """The part of it that decides how it drafts."""
 
-    def drafter(self, folder: Path, scratch: Path) -> Path:
-        """The folder in the form that this server reads, made in `scratch` where it differs."""
+    def reads(self) -> Engine:
+        """How it reads a drafter's layer ids."""
 
     def body(self, work: Work) -> dict[str, Any]:
         """The request for one answer."""
@@ -98,7 +99,7 @@ class ServerEngine:
         self.parallel = config.max_running
         self._dialect, self._config, self._models = dialect, config, models
         self._scratch = tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX)
-        self._drafter = dialect.drafter(self._drafter_folder(), Path(self._scratch.name))
+        self._drafter = as_read(self._drafter_folder(), dialect.reads(), models, Path(self._scratch.name))
         self._gate = _Gate()
         self._child: Child | None = None
         self._failed = ""
@@ -259,8 +260,9 @@ class ServerEngine:
         return folder
 
 
-def with_layer_ids(folder: Path, ids: list[int], scratch: Path) -> Path:
-    """The drafter's folder if its config says these ids, else one in `scratch` that says them beside the same files."""
+def as_read(folder: Path, engine: Engine, models: Models, scratch: Path) -> Path:
+    """The drafter's folder, or one in `scratch` with the same files whose layer ids this engine takes for its layers."""
+    ids = engine.ids_for(list(models.shape.aux_layers), models.layers, models.model_type)
     config = json.loads((folder / "config.json").read_text())
     nested = config.get("eagle_config")
     if (nested or config).get(LAYER_IDS) == ids:

@@ -12,7 +12,7 @@ from ray_eagle.drafter.engines import Engine
 from ray_eagle.errors import ConfigError, InputError, ServingError, explain
 from ray_eagle.serving.engine import EngineFacts, Speculation, Work
 from ray_eagle.serving.passes import Answer
-from ray_eagle.serving.server import Get, Models, child_environment, read_event, tensor_parallel, with_layer_ids
+from ray_eagle.serving.server import Get, Models, child_environment, read_event, tensor_parallel
 from ray_eagle.serving.streams import Reply
 from ray_eagle.serving.versions import release_of
 
@@ -73,12 +73,10 @@ class SGLang:
         backend = self._config.draft_attention
         return words + (["--speculative-draft-attention-backend", backend] if backend else [])
 
-    def drafter(self, folder: Path, scratch: Path) -> Path:
-        """With the ids that this release takes for the drafter's layers: for some families it counts inputs."""
-        models, release = self._models, re.match(r"\d+\.\d+\.\d+", self._config.version or self.version)
+    def reads(self) -> Engine:
+        release = re.match(r"\d+\.\d+\.\d+", self._config.version or self.version)
         assert release  # by release_of
-        ids = Engine("sglang", release.group()).ids_for(list(models.shape.aux_layers), models.layers, models.model_type)
-        return with_layer_ids(folder, ids, scratch)
+        return Engine("sglang", release.group())
 
     def body(self, work: Work) -> dict[str, Any]:
         """Every sampling parameter is named: the server would take others from the target's generation config."""

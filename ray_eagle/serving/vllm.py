@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ray_eagle.config import ServeConfig
+from ray_eagle.drafter.engines import Engine
 from ray_eagle.errors import ConfigError, InputError, ServingError
 from ray_eagle.serving.engine import EngineFacts, Speculation, Work
 from ray_eagle.serving.passes import Answer
-from ray_eagle.serving.server import Get, Models, child_environment, read_event, tensor_parallel, with_layer_ids
+from ray_eagle.serving.server import Get, Models, child_environment, read_event, tensor_parallel
 from ray_eagle.serving.streams import Reply
 
 SERVED_NAME = "target"
@@ -89,8 +90,8 @@ class VLLM:
         chosen = {"method": "eagle3", "model": drafter, "num_speculative_tokens": speculation.steps}
         return ["--speculative-config", json.dumps(chosen)]
 
-    def drafter(self, folder: Path, scratch: Path) -> Path:
-        return with_layer_ids(folder, [layer + 1 for layer in self._models.shape.aux_layers], scratch)
+    def reads(self) -> Engine:
+        return Engine("vllm")
 
     def body(self, work: Work) -> dict[str, Any]:
         body: dict[str, Any] = {

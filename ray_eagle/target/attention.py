@@ -63,8 +63,7 @@ def grouped_attention(
     `query` is [B, heads, Q, E], `key` and `value` [B, kv heads, T, E or value dim]; the mask knows the window. Raises
     TargetError for what it cannot compute.
     """
-    if unknown := sorted(name for name, given in more.items() if given is not None and name not in HARMLESS):
-        raise _cannot(module, f"it passes {', '.join(unknown)} to its attention")
+    _refuse_unknown(module, more)
     batch, heads, queries, _ = query.shape
     groups = key.shape[1]
     if queries == 1 and groups < heads:
@@ -143,8 +142,7 @@ def packed_attention(
         raise _cannot(
             module, f"its sliding window of {sliding_window} tokens is shorter than a document ({max_length_q})"
         )
-    if unknown := sorted(name for name, given in more.items() if given is not None and name not in HARMLESS):
-        raise _cannot(module, f"it passes {', '.join(unknown)} to its attention")
+    _refuse_unknown(module, more)
     if flash_runs(query.device, query.dtype, query.shape[-1]):
         return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
     return _by_document(query, key, value, cu_seq_lens_q, scaling), None
@@ -188,6 +186,11 @@ def _by_document(query: Tensor, key: Tensor, value: Tensor, bounds_N1: Tensor, s
         q, k, v = (x[:, :, start:end] for x in (query, key, value))
         outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped))
     return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _refuse_unknown(module: Any, more: dict[str, Any]) -> None:
+    if unknown := sorted(name for name, given in more.items() if given is not None and name not in HARMLESS):
+        raise _cannot(module, f"it passes {', '.join(unknown)} to its attention")
 
 
 def _cannot(module: Any, why: str) -> TargetError:

@@ -107,6 +107,7 @@ class _Batch:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.device = decoder, decoder.model.device
+        self.cache_argument = cache_argument(decoder.model)
         self.rows: list[_Row] = []
         self.cache: Any = None
         self.end = 0
@@ -198,6 +199,6 @@ class _Batch:
             position_ids=positions_RT,
             use_cache=True,
             logits_to_keep=1,
-            **{cache_argument(self.decoder.model): cache},
+            **{self.cache_argument: cache},
         )
         return found.logits[:, -1]

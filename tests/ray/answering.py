@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,18 +22,13 @@ import yaml
 
 from ray_eagle.conversations.conversation import read_conversations
 from ray_eagle.run import RunFolder
+from ray_eagle.serving.child import free_port
 from tests.answers import said
 from tests.tiny import tiny_target
 
 SERVERS = 3
 FAULTS = {"fail": 0.05, "stall": 0.01, "cut": 0.02, "delay": 0.02}
 PROGRAM = Path(__file__).parents[1] / "answers.py"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def counts(port: int) -> dict[str, int]:

@@ -17,10 +17,11 @@ from ray_eagle.conversations.template import render_next_turn, render_prompt, st
 from ray_eagle.errors import OriginError, ServingError
 from ray_eagle.preflight.servers import check_servers
 from ray_eagle.serving.app import deployed
+from ray_eagle.serving.child import free_port
 from ray_eagle.stages import Pipeline, copy_config
 from ray_eagle.target.loading import read_facts
 from tests.answers import said, written
-from tests.ray.answering import free_port, start_server, trial
+from tests.ray.answering import start_server, trial
 from tests.ray.pipeline import Watch, pipeline, tiny_config
 from tests.tiny import tiny_shape
 from tests.unit.test_template import merging_target

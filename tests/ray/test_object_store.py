@@ -13,6 +13,7 @@ import pytest
 from ray_eagle.hidden_states.dataset import read_plan, read_records
 from ray_eagle.hidden_states.verify import verify
 from ray_eagle.run import CHECKPOINTS, LOGS, Folder, RunFolder
+from ray_eagle.serving.child import free_port
 from ray_eagle.training.checkpoints import Checkpoints
 from ray_eagle.training.trackers import HISTORY
 from tests.ray.pipeline import pipeline, tiny_config
@@ -25,9 +26,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
     """URI of a run folder in a bucket of an S3 server on this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stderr=subprocess.DEVNULL
     )

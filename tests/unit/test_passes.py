@@ -16,7 +16,7 @@ from ray_eagle.errors import ConfigError, InputError, ServingError
 from ray_eagle.serving.engine import Speculation, Work
 from ray_eagle.serving.generation import Generation, VerifyPass, complete_passes
 from ray_eagle.serving.passes import BLOCK, Answer, full_batch, step_seconds, verify_passes
-from ray_eagle.serving.server import Models
+from ray_eagle.serving.server import Models, as_read
 from ray_eagle.serving.streams import Reply
 from ray_eagle.serving.versions import RELEASES, release_of
 from ray_eagle.serving.vllm import VLLM, Counters, read_counters
@@ -188,10 +188,12 @@ def metrics(accepted: list[int]) -> str:
     return METRICS % (len(accepted), 3 * len(accepted), sum(accepted), *reached)
 
 
+MODELS = Models(Path("/models/target"), None, tiny_shape(), 8, "llama", vocab_size=260, max_positions=512, seed=0)
+
+
 @pytest.fixture
-def vllm(tmp_path: Path) -> VLLM:
-    models = Models(Path("/models/target"), None, tiny_shape(), 8, "llama", vocab_size=260, max_positions=512, seed=0)
-    return VLLM(ServeConfig(engine="vllm", python="python-with-vllm", gpus=2), models)
+def vllm() -> VLLM:
+    return VLLM(ServeConfig(engine="vllm", python="python-with-vllm", gpus=2), MODELS)
 
 
 def streamed(chunks: list[list[int]], reason: str = "length") -> Reply:
@@ -273,7 +275,7 @@ def test_vllm_reads_layer_ids_as_inputs(vllm: VLLM, tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"weights")
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
     (folder / "config.json").write_text(json.dumps({**ids, "eagle_config": {**ids, "use_aux_hidden_state": True}}))
-    copy = vllm.drafter(folder, tmp_path)
+    copy = as_read(folder, vllm.reads(), MODELS, tmp_path)
     config = json.loads((copy / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [2, 4, 5], "use_aux_hidden_state": True}

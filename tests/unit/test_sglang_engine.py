@@ -20,7 +20,7 @@ from ray_eagle.probing.sweep import run_breakeven_sweep, run_sweep
 from ray_eagle.serving import child, supervisor
 from ray_eagle.serving.engine import EngineFacts, Speculation, Work
 from ray_eagle.serving.messages import GenerateReply
-from ray_eagle.serving.server import Models, ServerEngine, _Gate
+from ray_eagle.serving.server import Models, ServerEngine, _Gate, as_read
 from ray_eagle.serving.sglang import SGLang
 from tests.standin import expected_passes, plain_answer, write_interpreter
 from tests.tiny import tiny_drafter, tiny_shape
@@ -88,7 +88,7 @@ def test_a_drafter_says_its_layers_as_the_server_reads_them(
     models = Models(Path("/models/target"), folder, shape, 8, model_type, vocab_size=260, max_positions=512, seed=3)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    given = SGLang(config, models).drafter(folder, scratch)
+    given = as_read(folder, SGLang(config, models).reads(), models, scratch)
     assert (given == folder) == (written == list(outputs))
     assert read_config(given)["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == written
     assert (given / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
