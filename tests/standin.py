@@ -124,7 +124,7 @@ class StandIn(BaseHTTPRequestHandler):
                 meta["finish_reason"] = {"type": "length", "length": count}
                 meta |= self.figures(passes)
             # a cycle drafts as well, so it is longer than a plain step
-            time.sleep(STEP_S * (1 + 0.25 * self.steps))
+            time.sleep(STEP_S * (1 + 0.05 * self.steps))
             yield json.dumps({"text": "", "output_ids": new, "meta_info": meta}).encode()
 
     def figures(self, passes: list[int]) -> dict[str, Any]:
