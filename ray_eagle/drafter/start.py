@@ -12,6 +12,7 @@ from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.errors import CheckpointError
 from ray_eagle.hidden_states.reader import HiddenStates
+from ray_eagle.target.families import family_of
 from ray_eagle.target.loading import TargetFacts, head_and_embedding, read_target_tensor
 
 INITIAL_STD = 0.02
@@ -31,7 +32,8 @@ def new_shape(settings: DrafterConfig, facts: TargetFacts, draft_vocab_size: int
         draft_vocab_size=min(draft_vocab_size, facts.vocab_size),
         aux_layers=facts.aux_layers,
         rms_norm_eps=facts.rms_norm_eps,
-        rope_parameters=facts.rope_parameters,
+        # a drafter turns whole heads, whatever share of them the target turns (GLM)
+        rope_parameters={k: v for k, v in facts.rope_parameters.items() if k != "partial_rotary_factor"},
         max_position_embeddings=facts.max_position_embeddings,
     )
 
@@ -128,18 +130,19 @@ def _given_drafter(path: str, facts: TargetFacts, d2t: Tensor, t2d: Tensor, rein
             "map: run `ray-eagle vocab --redo`, which takes it over, or set vocab.keep_given to false, which moves them."
         )
     check_map(d2t.numpy(), t2d.numpy(), Path("the run's map"))
-    return move_rows(drafter, d2t, t2d, head_and_embedding(facts)[0])
+    return move_rows(drafter, d2t, t2d, facts.logits.scaled(head_and_embedding(facts)[0]))
 
 
 def _copy_from_target(drafter: Drafter, facts: TargetFacts) -> None:
-    """Head rows, final norm, and the last block as far as its shapes fit; its attention reads the hidden half alone."""
+    """Head rows (scaled as its logits are), final norm, and the last block as far as its shapes fit; its attention reads the
+    hidden half alone."""
     head_VH, _, norm_H = head_and_embedding(facts)
-    drafter.lm_head.weight.copy_(head_VH[drafter.target_ids])
+    drafter.lm_head.weight.copy_(facts.logits.scaled(head_VH[drafter.target_ids]))
     drafter.norm.weight.copy_(norm_H)
-    layer, hidden = drafter.midlayer, facts.hidden_size
+    layer, hidden, family = drafter.midlayer, facts.hidden_size, family_of(facts.model_type)
     places: dict[str, Tensor] = {
         "input_layernorm": layer.hidden_norm.weight,
-        "post_attention_layernorm": layer.post_attention_layernorm.weight,
+        family.mlp_norm: layer.post_attention_layernorm.weight,
         "mlp.gate_proj": layer.mlp.gate_proj.weight,
         "mlp.up_proj": layer.mlp.up_proj.weight,
         "mlp.down_proj": layer.mlp.down_proj.weight,
@@ -151,4 +154,4 @@ def _copy_from_target(drafter: Drafter, facts: TargetFacts) -> None:
     for name, place in places.items():
         found = read_target_tensor(facts.path, f"layers.{facts.layers - 1}.{name}.weight")
         if found is not None and found.shape == place.shape:
-            place.copy_(found)
+            place.copy_(found if place.dim() > 1 else family.norm_weight(found))

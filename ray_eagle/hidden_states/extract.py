@@ -12,7 +12,7 @@ from ray_eagle.hidden_states.plan import (
     TokenSample,
     Unit,
     plan_units,
-    set_aside_longer,
+    set_aside_unreadable,
     tokenise,
 )
 from ray_eagle.progress import Progress, Rate
@@ -66,8 +66,8 @@ def plan_dataset(config: Config, run: RunFolder, facts: TargetFacts) -> tuple[li
     """The units, dataset.json, and how many samples were cut. Raises InputError when nothing is left to capture."""
     settings, folder = config.extract, run.of("extract")
     samples, rejected, cut = tokenise(list(read_conversations(run.of("generate"))), settings.max_length)
-    samples, longer = set_aside_longer(samples, facts.max_position_embeddings)
-    if not samples and not longer:
+    samples, unreadable = set_aside_unreadable(samples, facts.max_position_embeddings, facts.vocab_size)
+    if not samples and not unreadable:
         raise InputError(f"{run.of('generate').path}: expected conversations with supervised tokens, found none.")
     plan = DatasetPlan(
         aux_layers=facts.aux_layers,
@@ -82,7 +82,7 @@ def plan_dataset(config: Config, run: RunFolder, facts: TargetFacts) -> tuple[li
         conversations=run.input_key("generate"),
         units=[],
         rejected=rejected,
-        quarantined=longer,
+        quarantined=unreadable,
     )
     if folder.exists(PLAN):  # what was borrowed then stays borrowed, whatever the lenders hold by now
         lent = {name: unit.lender for unit in read_plan(folder).units if unit.lender for name in unit.samples}

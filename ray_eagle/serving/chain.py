@@ -64,10 +64,10 @@ class KeyValues:
 class DrafterChain:
     """`Drafting` by an EAGLE-3 drafter, batch 1, greedy."""
 
-    def __init__(self, drafter: Drafter, embedding: nn.Module) -> None:
+    def __init__(self, drafter: Drafter, embedding: nn.Embedding) -> None:
         self.aux_layers: tuple[int, ...] = drafter.shape.aux_layers
         self._drafter = drafter
-        self._embedding = embedding
+        self._embedding_VH = embedding.weight
         self._target_ids = drafter.target_ids
         self._cache = KeyValues()
         self._output_H = torch.empty(0)
@@ -96,7 +96,8 @@ class DrafterChain:
     def _layer(self, hidden_TH: Tensor, tokens: Sequence[int], first: int) -> Tensor:
         """Cache keys and values of positions first.. and return the output u [H] of the last one."""
         drafter, device = self._drafter, hidden_TH.device
-        embedding_TH = self._embedding(torch.tensor(tokens, device=device))
+        # the rows themselves, as in training and in engines: some targets' modules scale them (Gemma)
+        embedding_TH = F.embedding(torch.tensor(tokens, device=device), self._embedding_VH)
         input_T2 = drafter.attention_input(hidden_TH, embedding_TH)
         positions_T = torch.arange(first, first + len(tokens), device=device)
         self._cache.append(*drafter.keys_values(input_T2, positions_T))

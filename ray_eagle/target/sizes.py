@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 
 LATENT = READ_BY_FIRST_ID
 """Families with latent attention (MLA), where the config does not say so itself."""
+SIZES = (
+    "num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+)  # fmt: skip
+"""What a nested config must say itself to be taken as it is."""
+FULL = "full_attention"
 
 
 @dataclass(frozen=True)
@@ -67,18 +72,43 @@ def read_target(folder: Path) -> TargetSizes:
         ) from None
 
 
-def read_text_config(path: Path) -> dict[str, Any]:
-    """config.json of a model folder, with the language model's own settings on top where several models are one."""
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a model folder. Raises TargetError when it is damaged."""
     try:
-        raw = json.loads((path / "config.json").read_text())
+        raw: dict[str, Any] = json.loads((path / "config.json").read_text())
     except ValueError as error:
         raise TargetError(f"{path / 'config.json'} is not valid JSON ({error}). Copy the file again.") from None
-    return {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else raw
+    return raw
+
+
+def read_text_config(path: Path) -> dict[str, Any]:
+    """config.json of a model folder, with the language model's own settings on top where several models are one."""
+    raw = read_config(path)
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        return raw
+    return {**(_defaults(text) if any(key not in text for key in SIZES) else {}), **raw, **text}
+
+
+def _defaults(text: dict[str, Any]) -> dict[str, Any]:
+    """The nested settings as transformers completes them: what equals its defaults is often not written (Gemma 3)."""
+    from transformers import CONFIG_MAPPING
+
+    kind = text.get("model_type")
+    try:
+        return CONFIG_MAPPING[kind](**text).to_dict() if kind in CONFIG_MAPPING else {}
+    except (TypeError, ValueError):
+        return {}
 
 
 def text_rope(text: dict[str, Any]) -> dict[str, Any]:
-    """RoPE of a config as transformers 5 has it, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
+    """RoPE of a config as transformers 5 has it, from `rope_parameters` or the older `rope_theta` and `rope_scaling`.
+
+    That of the layers that see everything, where those with a sliding window have another one.
+    """
     rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    if isinstance(rope.get(FULL), dict):
+        rope = dict(rope[FULL])
     rope.setdefault("rope_theta", text.get("rope_theta", 10000.0))
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
     return rope
