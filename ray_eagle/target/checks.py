@@ -56,7 +56,7 @@ def check_documents(stage: Stage, facts: TargetFacts) -> None:
     raise TargetError(
         f"target {facts.path} ({facts.model_type}): packed samples see each other: other text before a sample changes its "
         f"states by {drift:.1%} with target.attention = {stage.parts.decoder.config._attn_implementation}. Set "
-        "target.attention to flash_attention_2 if it is installed; otherwise this family is not supported yet."
+        "target.attention to sdpa, or to flash_attention_2 if it is installed; otherwise this family is not supported."
     )
 
 
