@@ -17,6 +17,7 @@ from transformers import GenerationConfig, GPTNeoXConfig, GPTNeoXForCausalLM
 from ray_eagle.config import DrafterConfig, ServeConfig, TargetConfig
 from ray_eagle.drafter.start import new_shape, start_drafter
 from ray_eagle.errors import TargetError
+from ray_eagle.hidden_states.plan import TokenSample, set_aside_unreadable
 from ray_eagle.hidden_states.schema import Sample
 from ray_eagle.serving.reference import load_engine
 from ray_eagle.target.attention import PACKED, group_queries
@@ -120,12 +121,16 @@ def test_two_stages_equal_one_or_say_why_not(case: Case) -> None:
 def test_training_is_taught_by_the_models_own_logits(case: Case) -> None:
     """And one optimizer step lowers the loss."""
     facts, samples = case.facts, case.samples
-    head_VH, embedding_VH, _ = head_and_embedding(facts)
+    head_VH, embedding_VH, norm_H = head_and_embedding(facts)
     ids_D = torch.arange(5, VOCAB, 2)
     t2d = torch.zeros(VOCAB, dtype=torch.bool)
     t2d[ids_D] = True
     drafter = start_drafter(DrafterConfig(), facts, ids_D - torch.arange(len(ids_D)), t2d, seed=0)
     assert torch.equal(drafter.lm_head.weight, head_VH[ids_D] * facts.logits.scale)
+    assert torch.equal(drafter.norm.weight, norm_H)
+    if case.name.startswith("gemma"):
+        before_mlp = case.plain.get_decoder().layers[7].pre_feedforward_layernorm.weight
+        assert torch.equal(drafter.midlayer.post_attention_layernorm.weight, 1 + before_mlp)
     weights, draft_head_DH = Weights(drafter, torch.float32), head_VH[ids_D]
     captured = capture_pack(case.stage.parts, facts.aux_layers, samples, torch.float32, facts.logits)
     pack = make_pack([sample_of(*one) for one in zip(samples, captured, strict=True)], 3)
@@ -281,6 +286,14 @@ def test_rows_beyond_vocab_size_or_too_few_are_refused(
         TargetError, match=rf"({'|'.join(names)}).*{VOCAB}.* by .*config.json.*{rows}.*vocab_size is its rows"
     ):
         use(read_facts(config), config, CPU)
+
+
+def test_samples_with_tokens_beyond_the_vocabulary_are_set_aside() -> None:
+    """A tokenizer may know tokens that the model does not have (Gemma 3's image token)."""
+    samples = [TokenSample(str(last), "s", "train", (1, last), (0, 1)) for last in (8, 9, 10)]
+    kept, aside = set_aside_unreadable(samples, context=2, vocabulary=10)
+    assert kept == samples[:2]
+    assert [(q.sample_id, q.reason.partition(" (")[0]) for q in aside] == [("10", "token 10, the target has 10")]
 
 
 def test_an_unknown_family_is_refused_by_what_was_looked_for(tmp_path: Path) -> None:
