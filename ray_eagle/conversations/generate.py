@@ -28,7 +28,8 @@ from ray_eagle.run import Folder, RunFolder
 from ray_eagle.stage import Outcome
 from ray_eagle.target.attention import group_queries
 from ray_eagle.target.generation import Decoder, Request, eos_ids
-from ray_eagle.target.loading import TargetFacts, load_model, load_tokenizer
+from ray_eagle.target.loading import TargetFacts, load_tokenizer
+from ray_eagle.target.stage import load_model
 
 CUT_SHORT = 1000
 """Conversations cut short that summary.json names."""
