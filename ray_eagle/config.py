@@ -171,6 +171,34 @@ class ExtractConfig(ActorConfig):
     """Layers of each stage. Default: the split that evens out the compute."""
 
 
+class StatesConfig(Section):
+    """Hidden states that another project captured: `generate` takes tokens and masks from them, `extract` the states."""
+
+    path: Annotated[str, AfterValidator(_expand)] = ""
+    """Folder of one file a sample: SpecForge, AngelSlim, ModelOpt or speculators. Empty: the target is run."""
+    layers: tuple[int, int, int] | None = None
+    """The three aux layers that were captured, in the convention below. The files do not say; you must."""
+    convention: Literal["output", "input"] = "output"
+    """What those ids mean: the output of layer L, 0-based (SpecForge, TorchSpec, ModelOpt, AngelSlim), or its input (vLLM, speculators)."""
+    norm: Literal["auto", "after", "before"] = "auto"
+    """Was the last state taken after or before the target's final norm? auto: by their size."""
+    masks: Annotated[str, AfterValidator(_expand)] = ""
+    """Dataset folder with the loss masks, where the files have none (speculators)."""
+    supervise_all: bool = False
+    """Without any mask: take every token but the first as the assistant's."""
+
+    @model_validator(mode="after")
+    def _told(self) -> "StatesConfig":
+        if self.path and self.layers is None:
+            raise ValueError("path is given, but not layers: which three layers were captured? (see also convention)")
+        return self
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The aux layers as "output of layer L"."""
+        return tuple(layer - (self.convention == "input") for layer in self.layers or ())
+
+
 class VocabConfig(Section):
     """Which tokens the drafter may say."""
 
@@ -425,6 +453,7 @@ class Config(Section):
     breakeven: BreakevenConfig = BreakevenConfig()
     generate: GenerateConfig = GenerateConfig()
     extract: ExtractConfig = ExtractConfig()
+    states: StatesConfig = StatesConfig()
     vocab: VocabConfig = VocabConfig()
     train: TrainConfig = TrainConfig()
     serve: ServeConfig = ServeConfig()
