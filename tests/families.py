@@ -4,12 +4,14 @@
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.tiny import ONE_FILE, SHAPE, save, tiny_deepseek_v3, tiny_qwen3_moe, tiny_target
 
@@ -45,15 +47,24 @@ def _family(config_class: Any, tied: bool = False, **special: Any) -> Callable[.
 
 
 def tiny_kimi_k25(folder: Path, *, seed: int = 0, tie: bool = False, shard: str = ONE_FILE) -> Path:
-    """Names with the prefix `language_model.`, as in the public checkpoint, and its model_type of the text model."""
-    tiny_deepseek_v3(folder)
-    text = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": tie}
+    """Names and nested config as in the public checkpoint (as transformers saves it, its layers are called `blocks`)."""
+    text = transformers.AutoConfig.from_pretrained(tiny_deepseek_v3(folder)).to_dict() | {"tie_word_embeddings": tie}
+    shutil.rmtree(folder)
     vision = VISION | {"pos_emb_height": 4, "pos_emb_width": 4}
     config = transformers.Kimi_K25Config(
         text_config=text, vision_config=vision, projection_hidden_size=16, tie_word_embeddings=tie
     )
-    (folder / "model.safetensors").unlink()
     _build(folder, config, seed, shard)
+    for file in folder.glob("*.safetensors*"):
+        if file.suffix == ".json":
+            file.write_text(file.read_text().replace("language_model.model.blocks.", "language_model.model.layers."))
+        else:
+            tensors = load_file(file)
+            named = {
+                name.replace("language_model.model.blocks.", "language_model.model.layers."): tensor
+                for name, tensor in tensors.items()
+            }
+            save_file(named, file, {"format": "pt"})
     saved = json.loads((folder / "config.json").read_text())
     saved["text_config"]["model_type"] = "kimi_k2"
     (folder / "config.json").write_text(json.dumps(saved))
@@ -61,12 +72,18 @@ def tiny_kimi_k25(folder: Path, *, seed: int = 0, tie: bool = False, shard: str 
 
 
 def tiny_gemma3(folder: Path, *, seed: int = 0, tie: bool = True, shard: str = ONE_FILE) -> Path:
-    """A vision tower, a bridge, and a language model of whose settings config.json only has what is no default."""
+    """A vision tower, a bridge, and a nested config that, as the public ones, does not say what is a default."""
+    text = SHAPE | GEMMA | {"num_attention_heads": 8, "num_key_value_heads": 4}
     vision = VISION | {"image_size": 28, "patch_size": 14}
     config = transformers.Gemma3Config(
-        text_config=SHAPE | GEMMA, vision_config=vision, mm_tokens_per_image=4, tie_word_embeddings=tie
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, tie_word_embeddings=tie
     )
-    return _build(folder, config, seed, shard)
+    _build(folder, config, seed, shard)
+    saved = json.loads((folder / "config.json").read_text())
+    usual = transformers.Gemma3TextConfig().to_dict()
+    kept = {k: v for k, v in saved["text_config"].items() if k == "model_type" or usual.get(k, ...) != v}
+    (folder / "config.json").write_text(json.dumps(saved | {"text_config": kept}))
+    return folder
 
 
 FAMILIES: dict[str, Callable[..., Path]] = {

@@ -80,8 +80,8 @@ def check_head(model: Any, stage: Stage, facts: TargetFacts) -> None:
     biased = getattr(head, "bias", None) is not None  # small beside loud logits
     if biased or (logits_TV - own_TV).abs().max() > HALF_DRIFT * own_TV.abs().max():
         raise TargetError(
-            f"target {facts.path} ({facts.model_type}): expected logits {facts.logits} of x, its head's weight times the last "
-            "state, by config.json; found {'a bias' if biased else 'others'}. This family is not supported."
+            f"target {facts.path} ({facts.model_type}): expected logits {facts.logits} by config.json, with x its head's weight "
+            f"times the last state; found {'a bias' if biased else 'others'}. This family is not supported."
         )
 
 

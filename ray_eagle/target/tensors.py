@@ -17,7 +17,8 @@ OTHER_TOWERS = re.compile(TOWERS)
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 NORM = "norm.weight"
 """The final norm, under the prefix of the embedding: multi-token prediction has norms of that name elsewhere."""
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d+)\.")
+"""`blocks` is what transformers 5 makes of a Kimi-K2.5 that it saves."""
 
 
 @dataclass(frozen=True)
