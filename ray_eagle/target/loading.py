@@ -13,7 +13,7 @@ import torch
 from ray_eagle.config import TargetConfig
 from ray_eagle.errors import TargetError, explain
 from ray_eagle.target.layers import check_aux_layers
-from ray_eagle.target.sizes import read_text_config, text_rope
+from ray_eagle.target.sizes import LatentSizes, latent_sizes, read_text_config, text_rope
 from ray_eagle.target.tensors import LAYER, OTHER_TOWERS, layer_of, open_tensors, tensor_files
 
 WEIGHT_SAMPLES = 256
@@ -40,6 +40,8 @@ class TargetFacts:
     model_type: str
     aux_layers: tuple[int, int, int]
     fingerprint: dict[str, str]
+    latent: LatentSizes | None = None
+    """Of its attention, where that is latent."""
 
 
 def read_facts(config: TargetConfig) -> TargetFacts:
@@ -63,6 +65,7 @@ def read_facts(config: TargetConfig) -> TargetFacts:
             model_type=text.get("model_type", "unknown"),
             aux_layers=check_aux_layers(config.aux_layers, text["num_hidden_layers"]),
             fingerprint=fingerprint(path),
+            latent=latent_sizes(text),
         )
     except KeyError as error:
         raise TargetError(
