@@ -154,7 +154,7 @@ def test_a_step_on_the_gpu_equals_the_cpu(fast: pointwise.Pointwise, latent: boo
     step = Step(latent=latent)
     exact = step.gradients(torch.device("cpu"), torch.float32)
     for options in ({}, {"pointwise": fast}):
-        assert len(exact) == (17 if latent else 13)
+        assert len(exact) == (16 if latent else 13)
         for name, gradient in step.gradients(GPU, torch.float32, **options).items():
             assert relative(gradient, exact[name]) < 1e-3, (name, options)
         for name, gradient in step.gradients(GPU, torch.bfloat16, **options).items():
