@@ -15,7 +15,7 @@ from ray_eagle.errors import TargetError, explain
 from ray_eagle.target.families import family_of
 from ray_eagle.target.layers import check_aux_layers
 from ray_eagle.target.logits import UNCHANGED, LogitRule
-from ray_eagle.target.sizes import read_text_config, text_rope
+from ray_eagle.target.sizes import LatentSizes, latent_sizes, read_text_config, text_rope
 from ray_eagle.target.tensors import (
     EMBEDDING,
     HEAD,
@@ -51,6 +51,8 @@ class TargetFacts:
     fingerprint: dict[str, str]
     logits: LogitRule = UNCHANGED
     """What the target does to its head's output."""
+    latent: LatentSizes | None = None
+    """Of its attention, where that is latent."""
 
 
 def read_facts(config: TargetConfig) -> TargetFacts:
@@ -75,6 +77,7 @@ def read_facts(config: TargetConfig) -> TargetFacts:
             aux_layers=check_aux_layers(config.aux_layers, text["num_hidden_layers"]),
             fingerprint=fingerprint(path),
             logits=LogitRule.of(text),
+            latent=latent_sizes(text),
         )
     except KeyError as error:
         raise TargetError(
