@@ -48,31 +48,34 @@ def family_of(model_type: str) -> Family:
     return FAMILIES.get(model_type, LLAMA)
 
 
+def read_settings(path: Path, trust_remote_code: bool) -> tuple[Any, bool]:
+    """transformers' config of a model folder, and whether the folder's code may make the model."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    family = family_of(str(read_config(path).get("model_type")))
+    trusted = trust_remote_code and not family.native
+    if family.loaded_as:
+        return CONFIG_MAPPING[family.loaded_as].from_pretrained(path), trusted
+    return AutoConfig.from_pretrained(path, trust_remote_code=trusted), trusted
+
+
 def skeleton(path: Path, trust_remote_code: bool) -> Any:
     """The whole model without memory: its class, its config, and the names of its parts.
 
     A causal language model, or one with towers for other senses around it. Raises OSError, ValueError and whatever else
     transformers raises for a folder that it cannot read, TargetError for a class that it does not have.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model_type = str(read_config(path).get("model_type"))
-    family = family_of(model_type)
-    trusted = trust_remote_code and not family.native
-    if family.loaded_as:
-        settings = CONFIG_MAPPING[family.loaded_as].from_pretrained(path)
-    else:
-        settings = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
-    ours = "AutoModelForCausalLM" in getattr(settings, "auto_map", {}) and trusted
-    auto = next(
-        (a for a in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(settings) in a._model_mapping), None
-    )
-    if ours:
+    settings, trusted = read_settings(path, trust_remote_code)
+    autos = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    auto = next((auto for auto in autos if type(settings) in auto._model_mapping), None)
+    if trusted and "AutoModelForCausalLM" in (getattr(settings, "auto_map", None) or {}):
         auto = AutoModelForCausalLM
     if auto is None:
         raise TargetError(
-            f"target {path} ({model_type}): expected a model_type that transformers has a causal language model for, found "
-            f"none for {type(settings).__name__}. A folder with code of its own needs target.trust_remote_code true."
+            f"target {path} ({settings.model_type}): expected a model_type that transformers has a causal language model for, "
+            f"found none for {type(settings).__name__}. A folder with code of its own needs target.trust_remote_code true."
         )
     with torch.device("meta"):
         return auto.from_config(settings, attn_implementation="eager", trust_remote_code=trusted)

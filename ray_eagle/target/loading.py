@@ -12,7 +12,7 @@ import torch
 
 from ray_eagle.config import TargetConfig
 from ray_eagle.errors import TargetError, explain
-from ray_eagle.target.families import family_of
+from ray_eagle.target.families import family_of, read_settings
 from ray_eagle.target.layers import check_aux_layers
 from ray_eagle.target.logits import UNCHANGED, LogitRule
 from ray_eagle.target.sizes import LatentSizes, latent_sizes, read_text_config, text_rope
@@ -164,7 +164,11 @@ def load_tokenizer(facts: TargetFacts, config: TargetConfig) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(facts.path, trust_remote_code=config.trust_remote_code)
+        own = family_of(facts.model_type).native  # or the folder's code for the config would be run too
+        settings = read_settings(facts.path, False)[0] if own else None
+        tokenizer = AutoTokenizer.from_pretrained(
+            facts.path, config=settings, trust_remote_code=config.trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         raise TargetError(f"tokenizer of {facts.path} cannot be loaded: {error}") from error
     if not tokenizer.chat_template:

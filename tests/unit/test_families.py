@@ -223,7 +223,7 @@ def test_towers_are_not_loaded(tmp_path: Path, name: str) -> None:
     own = set(stage.parts.decoder.state_dict())
     assert {name.removeprefix("model.language_model.") for name in model.state_dict()} == own | {"lm_head.weight"}
     if name == "kimi_k25":
-        assert all(tensor.startswith(("language_model.", "vision_tower.", "mm_projector.")) for tensor in files)
+        assert all(tensor.startswith("language_model.") for tensor in files if not OTHER_TOWERS.search(tensor))
 
 
 @pytest.mark.parametrize("shard", ["1GB", "20KB"])
@@ -277,7 +277,9 @@ def test_rows_beyond_vocab_size_or_too_few_are_refused(
     tmp_path: Path, use: Callable[..., Any], names: tuple[str, ...], rows: int
 ) -> None:
     config = resized(tmp_path / "t", dict.fromkeys(names, rows))
-    with pytest.raises(TargetError, match=rf"{names[-1]}.*{VOCAB}.* by .*config.json.*{rows}.*vocab_size is its rows"):
+    with pytest.raises(
+        TargetError, match=rf"({'|'.join(names)}).*{VOCAB}.* by .*config.json.*{rows}.*vocab_size is its rows"
+    ):
         use(read_facts(config), config, CPU)
 
 
@@ -357,7 +359,6 @@ def test_a_tokenizer_that_is_code_in_the_folder_needs_trust(tmp_path: Path) -> N
     made = {
         "tokenizer_class": "Spelling",
         "auto_map": {"AutoTokenizer": ["tokenization_spelling.Spelling", None]},
-        "chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
         "eos_token": "<|end|>",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(made))
@@ -367,5 +368,6 @@ def test_a_tokenizer_that_is_code_in_the_folder_needs_trust(tmp_path: Path) -> N
     config = TargetConfig(path=str(folder), dtype="float32", trust_remote_code=True)
     tokenizer = load_tokenizer(facts, config)
     chat = [{"role": "user", "content": "abc"}]
-    assert tokenizer.apply_chat_template(chat, tokenize=False) == "abc" and tokenizer("abc").input_ids == [97, 98, 99]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|user|>abc<|end|>\n"
+    assert tokenizer("abc").input_ids == [97, 98, 99]
     assert load_stage(facts, config, CPU).last and type(load_model(facts, config, CPU)).__name__.startswith("Kimi_K25")
