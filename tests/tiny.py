@@ -18,6 +18,7 @@ from transformers import (
 
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
+from ray_eagle.target.sizes import LatentSizes
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>\n{% endfor %}"
@@ -26,6 +27,17 @@ CHAT_TEMPLATE = (
 SPECIALS = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 VOCAB = 256 + len(SPECIALS)
 ONE_FILE = "1GB"
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 512,
+}
+"""Settings that most families spell alike."""
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -72,7 +84,7 @@ def tiny_target(
         pad_token_id=VOCAB - 5,
         bos_token_id=None,
     )
-    return _save(LlamaForCausalLM(config), folder, shard)
+    return save(LlamaForCausalLM(config), folder, shard)
 
 
 def tiny_qwen3_moe(folder: Path, *, layers: int = 8, seed: int = 0, tie: bool = False, shard: str = ONE_FILE) -> Path:
@@ -95,7 +107,7 @@ def tiny_qwen3_moe(folder: Path, *, layers: int = 8, seed: int = 0, tie: bool = 
         tie_word_embeddings=tie,
         initializer_range=0.2,
     )
-    return _save(Qwen3MoeForCausalLM(config), folder, shard)
+    return save(Qwen3MoeForCausalLM(config), folder, shard)
 
 
 def tiny_deepseek_v3(folder: Path, *, layers: int = 8, seed: int = 0, tie: bool = False, shard: str = ONE_FILE) -> Path:
@@ -137,10 +149,10 @@ def tiny_deepseek_v3(folder: Path, *, layers: int = 8, seed: int = 0, tie: bool 
     model = DeepseekV3ForCausalLM(config)
     for layer in model.model.layers[2:]:
         layer.mlp.gate.e_score_correction_bias.normal_(std=0.1)
-    return _save(model, folder, shard)
+    return save(model, folder, shard)
 
 
-def _save(model: Any, folder: Path, shard: str) -> Path:
+def save(model: Any, folder: Path, shard: str) -> Path:
     """In float32, with the tokenizer and its ids."""
     tokenizer = tiny_tokenizer()
     for config in (model.config, model.generation_config):
@@ -166,6 +178,16 @@ def tiny_shape(
         rms_norm_eps=1e-5,
         max_position_embeddings=512,
     )
+
+
+def tiny_latent_shape(
+    *, q_lora_rank: int | None = 12, rope: dict[str, Any] | None = None, **shape: Any
+) -> DrafterShape:
+    """As `tiny_shape`, with latent attention, no two of whose sizes are the same."""
+    latent = LatentSizes(q_lora_rank=q_lora_rank, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+    plain = tiny_shape(**shape)
+    sizes = {"latent": latent, "head_dim": 10, "num_key_value_heads": 4}
+    return plain.model_copy(update=sizes | ({"rope_parameters": rope} if rope else {}))
 
 
 def tiny_drafter(shape: DrafterShape, *, seed: int = 0) -> Drafter:

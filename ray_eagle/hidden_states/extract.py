@@ -5,6 +5,7 @@ from ray_eagle.conversations.conversation import read_conversations
 from ray_eagle.errors import InputError, QuarantineError
 from ray_eagle.hidden_states.actors import compute_dtype, make_pool
 from ray_eagle.hidden_states.dataset import PLAN, DatasetWriter, read_plan
+from ray_eagle.hidden_states.imported import find_norm
 from ray_eagle.hidden_states.lending import borrowed, lent_rows
 from ray_eagle.hidden_states.plan import (
     DatasetPlan,
@@ -12,7 +13,7 @@ from ray_eagle.hidden_states.plan import (
     TokenSample,
     Unit,
     plan_units,
-    set_aside_longer,
+    set_aside_unreadable,
     tokenise,
 )
 from ray_eagle.progress import Progress, Rate
@@ -66,8 +67,8 @@ def plan_dataset(config: Config, run: RunFolder, facts: TargetFacts) -> tuple[li
     """The units, dataset.json, and how many samples were cut. Raises InputError when nothing is left to capture."""
     settings, folder = config.extract, run.of("extract")
     samples, rejected, cut = tokenise(list(read_conversations(run.of("generate"))), settings.max_length)
-    samples, longer = set_aside_longer(samples, facts.max_position_embeddings)
-    if not samples and not longer:
+    samples, unreadable = set_aside_unreadable(samples, facts.max_position_embeddings, facts.vocab_size)
+    if not samples and not unreadable:
         raise InputError(f"{run.of('generate').path}: expected conversations with supervised tokens, found none.")
     plan = DatasetPlan(
         aux_layers=facts.aux_layers,
@@ -82,7 +83,7 @@ def plan_dataset(config: Config, run: RunFolder, facts: TargetFacts) -> tuple[li
         conversations=run.input_key("generate"),
         units=[],
         rejected=rejected,
-        quarantined=longer,
+        quarantined=unreadable,
     )
     if folder.exists(PLAN):  # what was borrowed then stays borrowed, whatever the lenders hold by now
         lent = {name: unit.lender for unit in read_plan(folder).units if unit.lender for name in unit.samples}
@@ -116,7 +117,13 @@ def _borrow(units: list[Unit], writer: DatasetWriter, progress: Progress) -> Non
 def _capture(
     config: Config, facts: TargetFacts, writer: DatasetWriter, waiting: list[Unit], progress: Progress
 ) -> None:
-    pool = make_pool(config, facts, writer.folder)
+    norm = None
+    if config.states.path:
+        norm, told = find_norm(config, facts, waiting[0].samples)
+        progress.say(
+            f"extract: importing {config.states.path}; its last states were taken {norm} the final norm ({told})"
+        )
+    pool = make_pool(config, facts, writer.folder, norm)
     rate = Rate(sum(unit.tokens for unit in waiting))
     for unit, record in pool.run(waiting):
         record.quarantined += [

@@ -80,7 +80,8 @@ class DatasetPlan(BaseModel):
     vocab_size: int
     state_dtype: str
     last_norm: str = "after"
-    """`last` is the last state after the target's final norm: teacher logits are last @ lm_head.T."""
+    """`last` is the last state after the target's final norm: teacher logits are last @ lm_head.T, scaled and
+    soft-capped as the target's config.json says (`target/logits.py`)."""
     compute_dtype: str
     """Of the target's weights and forward pass."""
     attention: str
@@ -95,7 +96,7 @@ class DatasetPlan(BaseModel):
     rejected: list[dict[str, str]]
     """Conversations without a row, each with its reason."""
     quarantined: list[Quarantined] = []
-    """Samples that the target cannot read: longer than its context."""
+    """Samples that the target cannot read: longer than its context, or with a token that it does not have."""
 
 
 def tokenise(conversations: list[Conversation], max_length: int) -> tuple[list[TokenSample], list[dict[str, str]], int]:
@@ -119,19 +120,23 @@ def tokenise(conversations: list[Conversation], max_length: int) -> tuple[list[T
     return list(samples.values()), rejected, cut
 
 
-def set_aside_longer(samples: list[TokenSample], context: int) -> tuple[list[TokenSample], list[Quarantined]]:
-    """Samples that fit the target's context, and those that do not."""
-    kept = [s for s in samples if len(s.input_ids) <= context]
-    longer = [
-        Quarantined(
-            sample_id=s.sample_id,
-            source_id=s.source_id,
-            reason=f"{len(s.input_ids)} tokens, the target's context is {context}: lower extract.max_length to cut it",
-        )
-        for s in samples
-        if len(s.input_ids) > context
-    ]
-    return kept, longer
+def set_aside_unreadable(
+    samples: list[TokenSample], context: int, vocabulary: int
+) -> tuple[list[TokenSample], list[Quarantined]]:
+    """Samples that the target can read, and those beyond its context or its vocabulary (a tokenizer may know more tokens)."""
+    kept: list[TokenSample] = []
+    aside: list[Quarantined] = []
+    for s in samples:
+        reason = ""
+        if len(s.input_ids) > context:
+            reason = f"{len(s.input_ids)} tokens, the target's context is {context}: lower extract.max_length to cut it"
+        elif max(s.input_ids) >= vocabulary:
+            reason = f"token {max(s.input_ids)}, the target has {vocabulary} (vocab_size in its config.json)"
+        if reason:
+            aside.append(Quarantined(sample_id=s.sample_id, source_id=s.source_id, reason=reason))
+        else:
+            kept.append(s)
+    return kept, aside
 
 
 def plan_units(

@@ -95,7 +95,10 @@ def check_tokenizer(facts: TargetFacts, config: TargetConfig) -> list[Finding]:
     tokenizer = load_tokenizer(facts, config)
     if len(tokenizer) > facts.vocab_size:
         message = f"{facts.path}: the tokenizer knows {len(tokenizer)} tokens, the model {facts.vocab_size}."
-        return [_error("tokenizer", message, "Take the tokenizer of this model.")]
+        if tokenizer.vocab_size > facts.vocab_size:
+            return [_error("tokenizer", message, "Take the tokenizer of this model.")]
+        fix = "Added tokens that no text holds do no harm (Gemma 3's image token): a sample with one is set aside."
+        return [Finding(level="warning", check="tokenizer", message=message, fix=fix)]
     if tokenizer.eos_token_id is None:
         message = f"{facts.path}: the tokenizer names no end-of-sequence token: answers run to their limit."
         return [

@@ -14,6 +14,8 @@ from torch import Tensor
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.hidden_states.schema import Sample
 from ray_eagle.probing.walk import answers_of, walk_answer
+from ray_eagle.target.logits import UNCHANGED, LogitRule
+from ray_eagle.training.losses import Objective
 from ray_eagle.training.packing import make_pack
 from ray_eagle.training.unroll import score_steps
 from ray_eagle.training.weights import Weights
@@ -49,10 +51,12 @@ def predict(
     first_answer: int | None = None,
     progress: Callable[[], None] = lambda: None,
     weights: Weights | None = None,
+    logits: LogitRule = UNCHANGED,
 ) -> list[SamplePrediction]:
     """Walk the answers of each sample with `steps` draft tokens a pass, computed in the dtype of `embedding_VH`.
 
-    Tensors must be on the drafter's device. `weights`: the drafter's, when they exist already.
+    Tensors must be on the drafter's device. `weights`: the drafter's, when they exist already. `logits`: what the target
+    does to its head's output; losses alone depend on it.
 
     `first_answer`: walk only so many tokens of the first answer, as a probe with that many new tokens does.
     """
@@ -62,7 +66,7 @@ def predict(
         pack = make_pack([sample], steps).to(embedding_VH.device, embedding_VH.dtype)
         right_KT: np.ndarray = np.zeros((steps, len(sample.input_ids)), dtype=bool)
         rows: list[tuple[int, int, int, float, int]] = []
-        for k, scores in enumerate(score_steps(weights, pack, embedding_VH, draft_head_DH)):
+        for k, scores in enumerate(score_steps(weights, pack, embedding_VH, draft_head_DH, Objective(logits=logits))):
             right_KT[k, scores.at_N.cpu().numpy()] = scores.right_N.cpu().numpy()
             entering = int(scores.enters_N.sum())
             loss = float(scores.losses_N[scores.enters_N].sum())

@@ -178,6 +178,7 @@ def predict_held_out(
         head_VH[drafter.target_ids].float(),
         steps,
         first_answer=config.probe.max_new_tokens,
+        logits=facts.logits,
         progress=lambda: progress.advance(1),
     )
     return acceptance(

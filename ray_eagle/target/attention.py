@@ -21,6 +21,8 @@ from ray_eagle.errors import TargetError
 PACKED = "eagle_packed"
 GROUPED = "eagle_grouped"
 CAUSAL = (-1, 0)
+BLOCK = 256
+"""Queries whose scores exist at once, where they are written out."""
 FLASH_HEAD_DIM = 256
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_CAPABILITY = (8, 0)
@@ -88,21 +90,11 @@ def document_arguments(bounds_N1: Tensor, longest: int) -> dict[str, Any]:
 
 
 def packed_attention_fits(config: Any) -> str | None:
-    """Why a model with this transformers config cannot use `PACKED`; None when it can.
-
-    Attention sinks show in no config: gpt-oss has sliding windows too, and any other such model is refused by the first
-    call. A sliding window that no text within the model's context reaches is no reason.
-    """
+    """Why a model with this transformers config cannot use `PACKED`; None when it can."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    window = getattr(text, "sliding_window", None)
-    slides = "sliding_attention" in kinds or (not getattr(text, "layer_types", None) and window is not None)
     if other := sorted(kinds - {"full_attention", "sliding_attention"}):
         return f"layers of type {', '.join(other)}"
-    if slides and (window is None or window < text.max_position_embeddings):
-        return f"a sliding window of {window} tokens"
-    if getattr(text, "attn_logit_softcapping", None) is not None:
-        return "soft-capped attention logits"
     if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", None):
         return "attention that is not causal"
     return None
@@ -121,14 +113,17 @@ def packed_attention(
     cu_seq_lens_k: Tensor | None = None,
     max_length_k: int | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Output [1, T, heads, value dim] of one pack, in transformers' calling convention.
 
     `query` is [1, heads, T, E], `key` and `value` [1, kv heads, T, E or value dim]; `cu_seq_lens_q` the int32 bounds of the
-    documents. Half precision on a GPU runs as one flash kernel, asynchronously; everything else document by document
-    (on a GPU that reads the bounds, and so waits for it). Raises TargetError for what it cannot compute.
+    documents; `sliding_window` counts the token itself; `s_aux` [heads] are attention sinks, scores of a key without a value.
+    Half precision on a GPU runs as one flash kernel, asynchronously; soft-capped scores and everything else document by
+    document (on a GPU that reads the bounds, and so waits for it). Raises TargetError for what it cannot compute.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         raise _cannot(module, "no document bounds reach its attention")
@@ -138,14 +133,13 @@ def packed_attention(
         raise _cannot(module, "it asks for attention dropout")
     if is_causal is False or not getattr(module, "is_causal", True):
         raise _cannot(module, "its attention is not causal")
-    if sliding_window is not None and sliding_window < max_length_q:
-        raise _cannot(
-            module, f"its sliding window of {sliding_window} tokens is shorter than a document ({max_length_q})"
-        )
     _refuse_unknown(module, more)
-    if flash_runs(query.device, query.dtype, query.shape[-1]):
-        return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
-    return _by_document(query, key, value, cu_seq_lens_q, scaling), None
+    window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
+    if softcap is None and flash_runs(query.device, query.dtype, query.shape[-1]):
+        return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, window, s_aux), None
+    if window is None and softcap is None and s_aux is None:
+        return _by_document(query, key, value, cu_seq_lens_q, scaling), None
+    return _in_blocks(query, key, value, cu_seq_lens_q, scaling, window, softcap, s_aux), None
 
 
 def flash_runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -159,18 +153,35 @@ def flash_runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     )
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, bounds_N1: Tensor, longest: int, scaling: float | None) -> Tensor:
-    varlen_attn, options = _varlen()
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds_N1: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+    sinks_A: Tensor | None,
+) -> Tensor:
+    varlen_attn, known = _varlen()
     width = value.shape[-1]
     if width < query.shape[-1]:  # MLA: the kernel knows one head dimension; zeros beside the values come out as zeros
         value = pad(value, (0, query.shape[-1] - width))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    output = varlen_attn(q, k, v, bounds_N1, bounds_N1, longest, longest, scale=scaling, window_size=CAUSAL, **options)
-    return output[None, ..., :width]
+    options = known | {"scale": scaling, "window_size": CAUSAL if window is None else (window - 1, 0)}
+    if sinks_A is None:
+        output_TAE = varlen_attn(q, k, v, bounds_N1, bounds_N1, longest, longest, **options)
+    else:  # a sink takes its share of each softmax
+        from torch.nn.attention.varlen import AuxRequest
+
+        options["return_aux"] = AuxRequest(lse=True)
+        output_TAE, lse_AT = varlen_attn(q, k, v, bounds_N1, bounds_N1, longest, longest, **options)
+        output_TAE = (output_TAE * (lse_AT - sinks_A.float()[:, None]).sigmoid().T[..., None]).to(query.dtype)
+    return output_TAE[None, ..., :width]
 
 
 @cache
-def _varlen() -> tuple[Callable[..., Tensor], dict[str, Any]]:
+def _varlen() -> tuple[Callable[..., Any], dict[str, Any]]:
     """The kernel and its options: torch 2.11 groups query heads unasked, later versions want to be told."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -186,6 +197,38 @@ def _by_document(query: Tensor, key: Tensor, value: Tensor, bounds_N1: Tensor, s
         q, k, v = (x[:, :, start:end] for x in (query, key, value))
         outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped))
     return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _in_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds_N1: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks_A: Tensor | None,
+) -> Tensor:
+    """Scores written out, for a block of one document's queries at a time."""
+    tokens, width = query.shape[2:]
+    grouped = query[0].unflatten(0, (key.shape[1], -1))  # [kv heads, queries of each, T, E]
+    places_T = torch.arange(tokens, device=query.device)
+    outputs = []
+    for start, end in pairwise(bounds_N1.tolist()):
+        for first in range(start, end, BLOCK):
+            queries = slice(first, min(first + BLOCK, end))
+            keys = slice(start if window is None else max(start, first - window + 1), queries.stop)
+            scores = grouped[:, :, queries] @ key[0, :, None, keys].mT * (width**-0.5 if scaling is None else scaling)
+            if softcap is not None:
+                scores = (scores / softcap).tanh() * softcap
+            behind_QK = places_T[queries, None] - places_T[keys]
+            hidden_QK = (behind_QK < 0) | (behind_QK >= (tokens if window is None else window))
+            scores = scores.float().masked_fill(hidden_QK, -torch.inf).flatten(0, 1)
+            if sinks_A is not None:
+                scores = torch.cat([scores, sinks_A.float()[:, None, None].expand(-1, len(behind_QK), 1)], dim=-1)
+            shares = scores.softmax(-1)[..., : behind_QK.shape[1]].to(value.dtype)
+            outputs.append((shares.unflatten(0, grouped.shape[:2]) @ value[0, :, None, keys]).flatten(0, 1))
+    return torch.cat(outputs, dim=1).transpose(0, 1)[None]
 
 
 def _refuse_unknown(module: Any, more: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ray_eagle.errors import TargetError
 from ray_eagle.target.attention import PACKED, document_arguments
+from ray_eagle.target.logits import UNCHANGED, LogitRule
 from ray_eagle.target.parts import TargetParts
 
 HEAD_CHUNK = 512
@@ -88,6 +89,8 @@ class Stage:
     aux_layers: tuple[int, ...]
     """All aux layers of the run, here or not."""
     device: torch.device
+    logits: LogitRule = UNCHANGED
+    """What the target does to its head's output."""
 
     @property
     def first(self) -> bool:
@@ -116,7 +119,7 @@ class Stage:
         if not self.last:
             return StageOutput(states_TH, aux)
         last_SH = states_TH.index_select(0, to_device(pack.rows_S, self.device))
-        return StageOutput(None, aux, last_SH, *teacher(self.parts.head, last_SH))
+        return StageOutput(None, aux, last_SH, *teacher(self.parts.head, last_SH, self.logits))
 
     def decode(self, pack: TokenPack, hidden_TH: Tensor | None) -> Tensor:
         """[T, H]: the residual stream after this stage's layers, after the final norm in the last stage."""
@@ -154,8 +157,8 @@ class AuxHooks:
             handle.remove()
 
 
-def teacher(head: Any, last_SH: Tensor) -> tuple[Tensor, Tensor]:
-    """[S] int32 argmax and [S] float32 log-sum-exp of the head's logits, without keeping the logits.
+def teacher(head: Any, last_SH: Tensor, rule: LogitRule) -> tuple[Tensor, Tensor]:
+    """[S] int32 argmax and [S] float32 log-sum-exp of the target's logits, without keeping the logits.
 
     On a GPU a chunk's float32 logits take at most CUDA_LOGITS_BYTES; they are the only float32 copy.
     """
@@ -166,10 +169,11 @@ def teacher(head: Any, last_SH: Tensor) -> tuple[Tensor, Tensor]:
     if last_SH.is_cuda:
         chunk = max(1, CUDA_LOGITS_BYTES // (4 * head.weight.shape[0]))
     for start, end in pairwise([*range(0, rows, chunk), rows]):
-        logits_SV = head(last_SH[start:end])
-        highest_S1, best_S1 = logits_SV.max(dim=-1, keepdim=True)
+        output_SV = head(last_SH[start:end])
+        highest_S1, best_S1 = output_SV.max(dim=-1, keepdim=True)
         top1_S[start:end] = best_S1[:, 0]
-        exp_SV = logits_SV.float().sub_(highest_S1).exp_()
+        highest_S1 = rule.apply_(highest_S1.float())
+        exp_SV = rule.apply_(output_SV.float()).sub_(highest_S1).exp_()
         lse_S[start:end] = exp_SV.sum(-1).log_().add_(highest_S1[:, 0])
     return top1_S, lse_S
 

@@ -1,7 +1,8 @@
 """What a family must keep for its states to be right, tried on a few tokens of each loaded stage.
 
-Whether a decoder keeps packed documents apart, runs in stages, or changes the head's output shows in no config: some pass
-no positions to their masks, some scale their inputs or logits. Better a refused target than wrong states on disk.
+Whether a decoder keeps packed documents apart, runs in stages, or changes the head's output otherwise than config.json seems
+to say shows in no config: some pass no positions to their masks, some scale their inputs. Better a refused target than
+wrong states on disk.
 """
 
 from typing import Any
@@ -20,6 +21,8 @@ HALF_DRIFT = 0.02
 """In bfloat16 and float16, the relative change of a state that rounding alone explains."""
 FULL_DRIFT = 1e-4
 """In float32."""
+LOUD = 100.0
+"""Largest logit, before a cap, of the trial of the head."""
 
 
 class PassThrough(nn.Module):
@@ -53,22 +56,32 @@ def check_documents(stage: Stage, facts: TargetFacts) -> None:
     raise TargetError(
         f"target {facts.path} ({facts.model_type}): packed samples see each other: other text before a sample changes its "
         f"states by {drift:.1%} with target.attention = {stage.parts.decoder.config._attn_implementation}. Set "
-        "target.attention to flash_attention_2 if it is installed; otherwise this family is not supported yet."
+        "target.attention to sdpa, or to flash_attention_2 if it is installed; otherwise this family is not supported."
     )
 
 
 @torch.inference_mode()
 def check_head(model: Any, stage: Stage, facts: TargetFacts) -> None:
-    """Logits must be the head's output on the last state, since training computes them so. Raises TargetError otherwise."""
+    """The model's logits must be `facts.logits` of its head's weight times the last state, since training computes them so.
+
+    Tried on outputs far beyond any soft cap, which would hardly bend small ones. Raises TargetError otherwise.
+    """
+    head = stage.parts.head
     given = _input(stage, facts, DOCUMENT, torch.Generator().manual_seed(0))
     pack, hidden_TH = _packed(stage, given, [DOCUMENT])
-    own_TV = stage.parts.head(stage.decode(pack, hidden_TH)).float()
-    logits_TV = model(**stage.decoder_arguments(pack, hidden_TH)).logits[0].float()
-    capped = getattr(stage.parts.decoder.config, "final_logit_softcapping", None)  # hardly bends small logits
-    if capped is not None or (logits_TV - own_TV).abs().max() > HALF_DRIFT * own_TV.abs().max():
+    last_TH = stage.decode(pack, hidden_TH)
+    gain = LOUD / (facts.logits.scale * (last_TH @ head.weight.T).abs().max().float())
+    own_TV = facts.logits.apply_(((gain * last_TH).to(last_TH.dtype) @ head.weight.T).float())
+    hook = head.register_forward_pre_hook(lambda _, inputs: ((gain * inputs[0]).to(inputs[0].dtype),))
+    try:
+        logits_TV = model(**stage.decoder_arguments(pack, hidden_TH)).logits[0].float()
+    finally:
+        hook.remove()
+    biased = getattr(head, "bias", None) is not None  # small beside loud logits
+    if biased or (logits_TV - own_TV).abs().max() > HALF_DRIFT * own_TV.abs().max():
         raise TargetError(
-            f"target {facts.path} ({facts.model_type}): its logits are not its head's output (scaled or soft-capped). "
-            "This family is not supported yet."
+            f"target {facts.path} ({facts.model_type}): expected logits {facts.logits} by config.json, with x its head's weight "
+            f"times the last state; found {'a bias' if biased else 'others'}. This family is not supported."
         )
 
 

@@ -1,4 +1,4 @@
-"""Find the target, read its facts without loading it, and load it through transformers."""
+"""Find the target, and read its facts, its tokenizer and single tensors without loading it."""
 
 import hashlib
 import secrets
@@ -12,9 +12,18 @@ import torch
 
 from ray_eagle.config import TargetConfig
 from ray_eagle.errors import TargetError, explain
+from ray_eagle.target.families import family_of, read_settings
 from ray_eagle.target.layers import check_aux_layers
-from ray_eagle.target.sizes import read_text_config, text_rope
-from ray_eagle.target.tensors import LAYER, OTHER_TOWERS, layer_of, open_tensors, tensor_files
+from ray_eagle.target.logits import UNCHANGED, LogitRule
+from ray_eagle.target.sizes import LatentSizes, latent_sizes, read_text_config, text_rope
+from ray_eagle.target.tensors import (
+    EMBEDDING,
+    HEAD,
+    NORM,
+    open_tensors,
+    own_tensor,
+    tensor_files,
+)
 
 WEIGHT_SAMPLES = 256
 WEIGHT_SAMPLE_BYTES = 1024
@@ -40,6 +49,10 @@ class TargetFacts:
     model_type: str
     aux_layers: tuple[int, int, int]
     fingerprint: dict[str, str]
+    logits: LogitRule = UNCHANGED
+    """What the target does to its head's output."""
+    latent: LatentSizes | None = None
+    """Of its attention, where that is latent."""
 
 
 def read_facts(config: TargetConfig) -> TargetFacts:
@@ -63,6 +76,8 @@ def read_facts(config: TargetConfig) -> TargetFacts:
             model_type=text.get("model_type", "unknown"),
             aux_layers=check_aux_layers(config.aux_layers, text["num_hidden_layers"]),
             fingerprint=fingerprint(path),
+            logits=LogitRule.of(text),
+            latent=latent_sizes(text),
         )
     except KeyError as error:
         raise TargetError(
@@ -144,29 +159,16 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if "amx_bf16" in flags or "avx512_bf16" in flags else torch.float32
 
 
-def load_model(facts: TargetFacts, config: TargetConfig, device: torch.device, dtype: str = "") -> Any:
-    """The transformers causal language model in eval mode. Raises TargetError with transformers' reason."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            facts.path,
-            dtype=choose_dtype(dtype or config.dtype, device),
-            attn_implementation=config.attention,
-            trust_remote_code=config.trust_remote_code,
-            device_map=None,
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise TargetError(f"target {facts.path} cannot be loaded: {error}") from error
-    return model.to(device).eval()
-
-
 def load_tokenizer(facts: TargetFacts, config: TargetConfig) -> Any:
     """The tokenizer with its chat template. Raises TargetError when either is missing."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(facts.path, trust_remote_code=config.trust_remote_code)
+        own = family_of(facts.model_type).native  # or the folder's code for the config would be run too
+        settings = read_settings(facts.path, False)[0] if own else None
+        tokenizer = AutoTokenizer.from_pretrained(
+            facts.path, config=settings, trust_remote_code=config.trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         raise TargetError(f"tokenizer of {facts.path} cannot be loaded: {error}") from error
     if not tokenizer.chat_template:
@@ -185,24 +187,27 @@ def load_tokenizer(facts: TargetFacts, config: TargetConfig) -> Any:
 def head_and_embedding(facts: TargetFacts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The target's lm_head [V, H], embedding [V, H] and final norm weight [H], read alone from its safetensors.
 
-    The head is the embedding only where nothing says that the two differ. Raises TargetError when one is missing,
-    quantised, or of another shape than config.json says.
+    The rows are the checkpoint's own: what the model does to embedded tokens or to the head's output (`TargetFacts.logits`)
+    is not in them. The norm's weight is what it multiplies by. The head is the embedding only where nothing says that the
+    two differ. Raises TargetError when one is missing, quantised, or of another shape than config.json says.
     """
-    vocab, hidden = facts.vocab_size, facts.hidden_size
-    embedding = _target_tensor(facts, "embed_tokens.weight", (vocab, hidden))
-    norm = _target_tensor(facts, "model.norm.weight", (hidden,))
-    if embedding is None or norm is None:
+    files, hidden = tensor_files(facts.path), facts.hidden_size
+    place = own_tensor(files, EMBEDDING)
+    beside = place and place.removesuffix(EMBEDDING) + NORM
+    if place is None or beside not in files:
         raise TargetError(
             explain(
                 "target weights",
                 where=facts.path,
-                expected="embed_tokens.weight and model.norm.weight",
-                found="no such tensor",
-                fix="Use a folder with safetensors.",
+                expected=f"{EMBEDDING} and {NORM} beside it, under any prefix",
+                found=f"no {NORM} beside {place}" if place else f"no {EMBEDDING}",
+                fix="Use a folder with safetensors of a family that names them so.",
             )
         )
-    head = _target_tensor(facts, "lm_head.weight", (vocab, hidden))
-    if head is None and read_text_config(facts.path).get("tie_word_embeddings") is False:
+    embedding = _target_tensor(facts, files, place, (facts.vocab_size, hidden))
+    norm = _target_tensor(facts, files, beside, (hidden,))
+    above = own_tensor(files, HEAD)
+    if above is None and read_text_config(facts.path).get("tie_word_embeddings") is False:
         raise TargetError(
             explain(
                 "target weights",
@@ -212,39 +217,50 @@ def head_and_embedding(facts: TargetFacts) -> tuple[torch.Tensor, torch.Tensor, 
                 fix="Copy the folder again: the embedding is another matrix.",
             )
         )
-    return (embedding if head is None else head), embedding, norm
+    head = _target_tensor(facts, files, above, (facts.vocab_size, hidden)) if above else embedding
+    return head, embedding, family_of(facts.model_type).norm_weight(norm)
 
 
-def _target_tensor(facts: TargetFacts, suffix: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-    found = read_target_tensor(facts.path, suffix)
-    if found is not None and (tuple(found.shape) != shape or found.dtype not in UNPACKED):
+def _target_tensor(facts: TargetFacts, files: dict[str, Path], name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    found: torch.Tensor = open_tensors(files, [name])[name][...]
+    if tuple(found.shape) != shape or found.dtype not in UNPACKED:
         raise TargetError(
             explain(
                 "target weights",
-                where=f"{facts.path}, {suffix}",
+                where=f"{facts.path}, {name}",
                 expected=f"{list(shape)} by config.json, in floating point",
                 found=f"{list(found.shape)} in {str(found.dtype).removeprefix('torch.')}",
-                fix="Take config.json and weights from one download; a quantised head cannot teach.",
+                fix="Take config.json and weights from one download (a padded checkpoint's vocab_size is its rows); a quantised "
+                "head cannot teach.",
             )
         )
     return found
 
 
-def read_target_tensor(path: Path, suffix: str) -> torch.Tensor | None:
-    """The language model's tensor whose name ends with `suffix`, read alone from the target's safetensors, or None.
+def check_rows(facts: TargetFacts, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Embedding and head need one row for each of config.json's vocab_size tokens: padding counts, as it does in engines.
 
-    Through any prefix (`language_model.model.`); towers for other senses, and copies in extra layers (multi-token
-    prediction), are passed over.
+    A tokenizer may know fewer tokens. `shapes` may hold other tensors. Raises TargetError for the first that differs.
     """
+    for name, shape in shapes.items():
+        if name.endswith((EMBEDDING, HEAD)) and shape[:1] != (facts.vocab_size,):
+            raise TargetError(
+                explain(
+                    "target weights",
+                    where=f"{facts.path}, {name}",
+                    expected=f"{facts.vocab_size} rows by vocab_size in config.json",
+                    found=shape[0] if shape else "a number",
+                    fix="Take config.json and weights from one download. A padded checkpoint's vocab_size is its rows: "
+                    "transformers and engines load no other.",
+                )
+            )
+
+
+def read_target_tensor(path: Path, suffix: str) -> torch.Tensor | None:
+    """The language model's tensor whose name ends with `suffix` (see `own_tensor`), read alone, or None."""
     files = tensor_files(path)
-    matches = [name for name in files if name == suffix or name.endswith("." + suffix)]
-    own = [name for name in matches if not OTHER_TOWERS.search(name)]
-    if not LAYER.match(suffix):
-        own = [name for name in own if layer_of(name) is None]
-    if not own:
-        return None
-    name = min(own, key=len)
-    return open_tensors(files, [name])[name][...]
+    name = own_tensor(files, suffix)
+    return open_tensors(files, [name])[name][...] if name else None
 
 
 def _gguf_in_wheel(name: str) -> Path:

@@ -1,5 +1,6 @@
 """Where a transformers causal language model keeps its layers, final norm, head and embedding."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +20,20 @@ class TargetParts:
 
 
 def find_parts(model: Any) -> TargetParts:
-    """Raises TargetError for a model that does not name its parts in the usual way."""
+    """Raises TargetError, naming what was looked for, for a model that does not name its parts in the usual way."""
     decoder = model.get_decoder()
-    layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
-    if layers is None or norm is None:
+    found = {
+        "layers": getattr(decoder, "layers", None),
+        "norm": getattr(decoder, "norm", None),
+        "an output embedding (the head)": model.get_output_embeddings(),
+        "an input embedding": model.get_input_embeddings(),
+    }
+    if missing := [name for name, part in found.items() if part is None]:
         raise TargetError(
-            f"target class {type(model).__name__}: expected a decoder with `layers` and `norm`, found {type(decoder).__name__} "
-            "without. This family is not supported yet."
+            f"target class {type(model).__name__}: expected a decoder with `layers` and `norm`, a head and an embedding, found "
+            f"{type(decoder).__name__} without {', '.join(missing)}. This family is not supported."
         )
-    return TargetParts(decoder, layers, norm, model.get_output_embeddings(), model.get_input_embeddings())
+    return TargetParts(decoder, *found.values())
 
 
 def drop_beside(model: nn.Module, kept: tuple[nn.Module, ...]) -> None:
@@ -39,3 +45,20 @@ def drop_beside(model: nn.Module, kept: tuple[nn.Module, ...]) -> None:
             drop_beside(child, kept)
         else:
             setattr(model, name, nn.Identity())
+
+
+def built(model_class: Any, drop: Callable[[Any], None]) -> Any:
+    """The class with `drop` called on each new model, before transformers gives it weights: what is dropped is never read."""
+
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, *args, **kwargs)
+        drop(self)
+
+    own = {"__init__": construct, "__module__": model_class.__module__}
+    return type(model_class.__name__, (model_class,), own)
+
+
+def drop_towers(model: Any) -> None:
+    """Leave the language model alone."""
+    parts = find_parts(model)
+    drop_beside(model, (parts.decoder, parts.head))

@@ -4,11 +4,12 @@ The model is instantiated without memory (meta device), layers that live elsewhe
 transformers' own loader fills in the rest from lazy slices of the safetensors files. So its key mappings and weight
 conversions work (fused experts of mixture-of-experts models), and tensors go straight to the device.
 
+Weights of a quantised target stay packed (`packed.py`): transformers never sees them.
+
 Mixture-of-experts layers run on transformers' default implementation: grouped matrix products, which on a GPU in
 bfloat16 neither wait for it nor depend on which experts a pack visits.
 """
 
-import copy
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from ray_eagle.errors import TargetError, explain
 from ray_eagle.target.attention import PACKED, packed_attention_fits, register_packed_attention
 from ray_eagle.target.capture import Stage
 from ray_eagle.target.checks import PassThrough, check_documents, check_head, check_split
-from ray_eagle.target.loading import TargetFacts, choose_dtype
-from ray_eagle.target.parts import drop_beside, find_parts
-from ray_eagle.target.tensors import OTHER_TOWERS, layer_of, open_tensors, tensor_files
+from ray_eagle.target.families import skeleton
+from ray_eagle.target.loading import TargetFacts, check_rows, choose_dtype
+from ray_eagle.target.packed import PackedWeights
+from ray_eagle.target.parts import built, drop_towers, find_parts
+from ray_eagle.target.sizes import read_text_config
+from ray_eagle.target.tensors import EMBEDDING, OTHER_TOWERS, layer_of, open_tensors, tensor_files
 
 NAMED = 4
 """Missing tensors that an error names one by one."""
-EMBEDDING = "embed_tokens.weight"
 
 
 def load_stage(facts: TargetFacts, config: TargetConfig, device: torch.device, layers: range | None = None) -> Stage:
@@ -34,30 +37,47 @@ def load_stage(facts: TargetFacts, config: TargetConfig, device: torch.device, l
     The embedding is there with layer 0, the final norm and the head with the last layer. Raises TargetError when tensors
     or files are missing, damaged or of the wrong shape, and for a family that fails one of `checks`.
     """
-    from transformers import AutoConfig
-
     layers = _checked(layers, facts)
     whole = len(layers) == facts.layers
     try:
-        settings = AutoConfig.from_pretrained(facts.path, trust_remote_code=config.trust_remote_code)
         register_packed_attention()
-        skeleton = _skeleton(settings, config)
-        settings._attn_implementation = _attention(config, settings, type(skeleton))
-        parts = find_parts(skeleton)
+        empty = skeleton(facts.path, config.trust_remote_code)
+        settings = empty.config
+        settings._attn_implementation = _attention(config, empty)
+        parts = find_parts(empty)
         tied = settings.get_text_config().tie_word_embeddings or settings.tie_word_embeddings
         if not whole:  # embedding and head live apart: each is loaded for itself
             settings.tie_word_embeddings = settings.get_text_config().tie_word_embeddings = False
-        names = {module: name for name, module in skeleton.named_modules()}
-        model = _load(facts, settings, type(skeleton), layers, tied, f"{names[parts.head]}.weight", config, device)
+        names = {module: name for name, module in empty.named_modules()}
+        model = _load(facts, settings, type(empty), layers, tied, f"{names[parts.head]}.weight", config, device)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
         raise TargetError(f"target {facts.path} cannot be loaded: {error}") from error
-    stage = Stage(find_parts(model), layers, facts.aux_layers, device)
+    stage = Stage(find_parts(model), layers, facts.aux_layers, device, facts.logits)
     if not whole:
         check_split(stage, facts)
     if stage.last:
         check_head(model, stage, facts)
     check_documents(stage, facts)
     return stage
+
+
+def load_model(facts: TargetFacts, config: TargetConfig, device: torch.device, dtype: str = "") -> Any:
+    """The transformers causal language model in eval mode, without towers for other senses, for generation.
+
+    `dtype`: instead of target.dtype. Raises TargetError as `load_stage` does, but for the checks.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        empty = skeleton(facts.path, config.trust_remote_code)
+        empty.config._attn_implementation = _plain_attention(config, empty)
+        config = config.model_copy(update={"dtype": dtype or config.dtype})
+        model = _load(facts, empty.config, type(empty), range(facts.layers), False, "", config, device)
+        if (facts.path / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(facts.path)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
+        raise TargetError(f"target {facts.path} cannot be loaded: {error}") from error
+    return model
 
 
 def _checked(layers: range | None, facts: TargetFacts) -> range:
@@ -69,21 +89,15 @@ def _checked(layers: range | None, facts: TargetFacts) -> range:
     return layers
 
 
-def _skeleton(settings: Any, config: TargetConfig) -> Any:
-    """The whole model without memory, to learn its class and the names of its parts."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            copy.deepcopy(settings), attn_implementation="eager", trust_remote_code=config.trust_remote_code
-        )
-
-
-def _attention(config: TargetConfig, settings: Any, model_class: Any) -> str:
+def _attention(config: TargetConfig, model: Any) -> str:
     """`sdpa` becomes packed attention wherever that fits; elsewhere transformers masks documents by their positions."""
-    if config.attention != "sdpa" or packed_attention_fits(settings):
-        return config.attention
-    return PACKED if getattr(model_class, "_supports_attention_backend", False) else config.attention
+    fits = config.attention == "sdpa" and packed_attention_fits(model.config) is None
+    return PACKED if fits and getattr(model, "_supports_attention_backend", False) else _plain_attention(config, model)
+
+
+def _plain_attention(config: TargetConfig, model: Any) -> str:
+    """target.attention, or `eager` for a model that transformers cannot run on PyTorch's scaled_dot_product_attention."""
+    return "eager" if config.attention == "sdpa" and not model._supports_sdpa else config.attention
 
 
 def _load(
@@ -97,21 +111,25 @@ def _load(
     device: torch.device,
 ) -> Any:
     files = tensor_files(facts.path)
+    packed = PackedWeights.of(read_text_config(facts.path), facts.path, files)
     whole, last = len(layers) == facts.layers, layers.stop == facts.layers
     lonely_head = tied and last and not whole and not any(name.endswith(head) for name in files)
     wanted = [name for name in files if _belongs(name, layers, last, lonely_head)]
+    if packed:
+        wanted = [name for name in wanted if not packed.holds(name)]
+        _forget_quantisation(settings)
     tensors = open_tensors(files, wanted)
+    check_rows(facts, {name: tuple(tensor.get_shape()) for name, tensor in tensors.items() if layer_of(name) is None})
     if lonely_head:
         [embedding] = (name for name in wanted if name.endswith(EMBEDDING))
         tensors[head] = tensors.pop(embedding)
 
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        model_class.__init__(self, *args, **kwargs)
-        _drop_absent(self, layers)
+    def prepare(model: Any) -> None:
+        _drop_absent(model, layers)
+        if packed:
+            packed.replace(find_parts(model).layers, layers)
 
-    staged: Any = type(
-        model_class.__name__, (model_class,), {"__init__": construct, "__module__": model_class.__module__}
-    )
+    staged = built(model_class, prepare)
     model, found = staged.from_pretrained(
         None,
         config=settings,
@@ -135,7 +153,16 @@ def _load(
                 fix="The checkpoint is incomplete or belongs to another config: copy it again.",
             )
         )
+    if packed:
+        packed.fill(find_parts(model).layers, layers, device)
     return model
+
+
+def _forget_quantisation(settings: Any) -> None:
+    """Or transformers would want the library that made it."""
+    for one in (settings, settings.get_text_config()):
+        if hasattr(one, "quantization_config"):
+            del one.quantization_config
 
 
 def _belongs(name: str, layers: range, last: bool, lonely_head: bool) -> bool:
@@ -152,8 +179,8 @@ def _belongs(name: str, layers: range, last: bool, lonely_head: bool) -> bool:
 
 def _drop_absent(model: Any, layers: range) -> None:
     """Replace what another stage holds, and what no stage needs, by modules without weights."""
+    drop_towers(model)
     parts = find_parts(model)
-    drop_beside(model, (parts.decoder, parts.head))
     last = layers.stop == len(parts.layers)
     for index, layer in enumerate(parts.layers):
         if index not in layers:

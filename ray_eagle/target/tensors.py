@@ -12,8 +12,13 @@ from ray_eagle.errors import TargetError, explain
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-OTHER_TOWERS = re.compile(r"(?:^|[._])(?:vision|visual|image|audio|mm_projector|multi_modal_projector)")
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+TOWERS = r"(?:^|[._])(?:vision|visual|image|audio|mm_projector|multi_modal_projector)"
+OTHER_TOWERS = re.compile(TOWERS)
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+NORM = "norm.weight"
+"""The final norm, under the prefix of the embedding: multi-token prediction has norms of that name elsewhere."""
+LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d+)\.")
+"""`blocks` is what transformers 5 makes of a Kimi-K2.5 that it saves."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,18 @@ def open_tensors(files: dict[str, Path], names: Iterable[str]) -> dict[str, Any]
         with safe_open(file, framework="pt") as opened:
             slices.update({name: opened.get_slice(name) for name in wanted})
     return slices
+
+
+def own_tensor(names: Iterable[str], suffix: str) -> str | None:
+    """The language model's tensor whose name ends with `suffix`, through any prefix (`language_model.model.`), or None.
+
+    Towers for other senses, and copies in extra layers (multi-token prediction), are passed over.
+    """
+    matches = (name for name in names if name == suffix or name.endswith("." + suffix))
+    own = [name for name in matches if not OTHER_TOWERS.search(name)]
+    if not LAYER.match(suffix):
+        own = [name for name in own if layer_of(name) is None]
+    return min(own, key=len, default=None)
 
 
 def layer_of(name: str) -> int | None:

@@ -118,7 +118,7 @@ class Trainer:
         compiles = self.settings.use_gpu if self.settings.compile is None else self.settings.compile
         pointwise = compiled() if compiles else PLAIN
         self.weights = Weights(self.drafter, self.compute, eight_bits=self.settings.fp8, pointwise=pointwise)
-        self.objective = Objective(self.settings.objective, self.settings.labels)
+        self.objective = Objective(self.settings.objective, self.settings.labels, logits=job.facts.logits)
         self.validation = HiddenStates(job.run.of("extract"), "validation").shard(rank, world)
         self.lengths = self.data.lengths()
         epochs = [self._epoch(e) for e in range(self.settings.epochs)]
@@ -246,6 +246,7 @@ class Trainer:
             self.draft_head_DH,
             self.settings.unroll_steps,
             weights=self.weights,
+            logits=self.job.facts.logits,
         )
         if self.world > 1:
             gathered: list[Any] = [None] * self.world

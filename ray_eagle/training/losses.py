@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ray_eagle.target.logits import UNCHANGED, LogitRule
 from ray_eagle.training.packing import BLOCK, Pack
 from ray_eagle.training.pointwise import wide
 from ray_eagle.training.weights import Weights, wide_product
@@ -38,6 +39,8 @@ class Objective:
     """soft: the teacher's distribution. hard: all of it on the teacher's choice."""
     rate: float = 3.0
     """Of `mix`."""
+    logits: LogitRule = UNCHANGED
+    """What the target, the teacher, does to its head's output."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def head_and_loss(
         ]
         counts = [part.stop - part.start for part in parts]
         first = block * BLOCK
-        teacher_SD = wide_product(pack.last_SH[first : end * BLOCK], draft_head_DH.T)
+        teacher_SD = objective.logits.apply_(wide_product(pack.last_SH[first : end * BLOCK], draft_head_DH.T))
         output_RH = torch.cat([u[r] for u, r in zip(outputs, rows, strict=True)])
         normed_RH = weights.pointwise.norm(output_RH, weights.final_norm.value, weights.eps)
         logits_RD = weights.head.product(normed_RH)

@@ -1,5 +1,6 @@
 """Captured states, packed, against each sample alone through transformers' own output_hidden_states."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    AutoModelForCausalLM,
     Gemma2Config,
     GemmaConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
-    MistralForCausalLM,
     Qwen2Config,
     Qwen3NextConfig,
 )
@@ -23,55 +23,16 @@ from ray_eagle.errors import TargetError
 from ray_eagle.target.attention import PACKED, packed_attention, packed_attention_fits
 from ray_eagle.target.capture import AuxHooks, TokenPack, teacher
 from ray_eagle.target.layers import check_aux_layers, default_aux_layers
-from ray_eagle.target.loading import load_model, read_facts
+from ray_eagle.target.loading import read_facts
+from ray_eagle.target.logits import LogitRule
 from ray_eagle.target.parts import find_parts
-from ray_eagle.target.stage import load_stage
+from ray_eagle.target.stage import load_model, load_stage
 from tests.random_data import random_tokens
-from tests.states import capture_pack
-from tests.tiny import VOCAB, tiny_deepseek_v3, tiny_qwen3_moe, tiny_target
+from tests.states import assert_same, capture_pack, plain_model, ragged_samples, slow_states
+from tests.tiny import tiny_deepseek_v3, tiny_qwen3_moe, tiny_target
 
 CPU = torch.device("cpu")
 FAMILIES = [tiny_target, tiny_qwen3_moe, tiny_deepseek_v3]
-Samples = list[tuple[list[int], list[int]]]
-
-
-def plain_model(folder: Path, dtype: torch.dtype) -> Any:
-    """The slow twin: transformers as it is, eager attention, experts one by one."""
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    )
-
-
-def slow_states(model: Any, ids: list[int], mask: list[int], layers: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """One sample alone, all hidden states and all logits kept."""
-    with torch.inference_mode():
-        output = model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
-    aux = torch.cat([output.hidden_states[layer + 1][0] for layer in layers], dim=-1)
-    rows = [s for s in range(len(ids) - 1) if mask[s + 1]]
-    logits = output.logits[0, rows].float()
-    return aux, output.hidden_states[-1][0, rows], logits.argmax(-1), logits.logsumexp(-1)
-
-
-def ragged_samples(seed: int, vocab: int = VOCAB, longest: int = 90) -> Samples:
-    """Random ones between a sample of one token, one of two, one without any supervised token, and one all supervised."""
-    generator = torch.Generator().manual_seed(seed)
-    samples: Samples = [([3], [0]), ([5, 6], [0, 1]), ([9, 8, 7, 6], [0] * 4), ([4, 5, 6], [1] * 3), ([2], [1])]
-    samples += [random_tokens(generator, vocab, longest) for _ in range(6)]
-    return [samples[i] for i in torch.randperm(len(samples), generator=generator)]
-
-
-def assert_same(model: Any, parts: Any, layers: tuple[int, int, int], samples: Samples, atol: float) -> None:
-    """Packed equals the slow twin and equals itself alone, to `atol` of the largest state."""
-    packed = capture_pack(parts, layers, samples, torch.float32)
-    for (ids, mask), states in zip(samples, packed, strict=True):
-        aux, last, top1, lse = slow_states(model, ids, mask, layers)
-        scale = aux.abs().max().item()
-        torch.testing.assert_close(states.aux_TC, aux, atol=atol * scale, rtol=0)
-        torch.testing.assert_close(states.last_SH, last, atol=atol * 10, rtol=0)
-        torch.testing.assert_close(states.lse_S, lse, atol=1e-3, rtol=0)
-        assert states.top1_S.tolist() == top1.tolist()
-        [alone] = capture_pack(parts, layers, [(ids, mask)], torch.float32)
-        torch.testing.assert_close(states.aux_TC, alone.aux_TC, atol=atol * scale, rtol=0)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -195,36 +156,16 @@ def test_packed_attention_builds_no_mask(tmp_path: Path) -> None:
     assert largest["sdpa"] <= 500 * 32 < 500 * 500 <= largest["eager"]  # T x MLP width is the largest it needs
 
 
-def test_a_sliding_window_runs_as_transformers_runs_it(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    shape = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.2,
-    }
-    MistralForCausalLM(MistralConfig(**shape, sliding_window=8)).save_pretrained(tmp_path)
-    config = TargetConfig(path=str(tmp_path), dtype="float32")
-    facts = read_facts(config)
-    stage = load_stage(facts, config, CPU)
-    assert stage.parts.decoder.config._attn_implementation == "sdpa"
-    assert_same(plain_model(tmp_path, torch.float32), stage.parts, facts.aux_layers, ragged_samples(3), atol=2e-5)
-
-
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
         (LlamaConfig(), None),
         (GemmaConfig(), None),
         (Qwen2Config(), None),
-        (MistralConfig(sliding_window=None), None),
-        (MistralConfig(sliding_window=4096, max_position_embeddings=4096), None),
-        (MistralConfig(sliding_window=4096, max_position_embeddings=32768), "a sliding window of 4096 tokens"),
-        (Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=2), "a sliding window of 64 tokens"),
-        (Gemma2Config(sliding_window=None, layer_types=["full_attention"] * 26), "soft-capped attention logits"),
+        (MistralConfig(sliding_window=4096), None),
+        (Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=2), None),
+        (Gemma2Config(), None),
+        (GptOssConfig(), None),
         (Qwen3NextConfig(), "layers of type linear_attention"),
         (LlamaConfig(is_causal=False), "attention that is not causal"),
     ],
@@ -240,29 +181,81 @@ def test_which_models_packed_attention_fits(config: Any, reason: str | None) -> 
         ({"attention_mask": torch.zeros(1, 1, 6, 6)}, "attention mask of its own"),
         ({"dropout": 0.1}, "dropout"),
         ({"is_causal": False}, "not causal"),
-        ({"sliding_window": 3}, r"sliding window of 3 tokens is shorter than a document \(4\)"),
-        ({"softcap": 30.0}, "passes softcap"),
-        ({"s_aux": torch.zeros(2)}, "passes s_aux"),
+        ({"block_size": 3}, "passes block_size"),
     ],
 )
 def test_what_packed_attention_cannot_do_is_refused(arguments: dict[str, Any], message: str) -> None:
     query, key = torch.randn(1, 2, 6, 8), torch.randn(1, 1, 6, 8)
     given = {"attention_mask": None, "cu_seq_lens_q": torch.tensor([0, 2, 6], dtype=torch.int32), "max_length_q": 4}
-    fine = {"sliding_window": 4, "softcap": None, "position_ids": torch.arange(6)}
+    fine = {"block_size": None, "position_ids": torch.arange(6)}
     assert packed_attention(torch.nn.Identity(), query, key, key, **(given | fine))[0].shape == (1, 6, 2, 8)
     with pytest.raises(TargetError, match=message):
         packed_attention(torch.nn.Identity(), query, key, key, **(given | arguments))
 
 
-def test_the_teacher_in_chunks_equals_all_logits_at_once() -> None:
+def slow_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: list[int], scale: float, **kind: Any
+) -> torch.Tensor:
+    """Position by position, head by head."""
+    heads, tokens, window = query.shape[1], query.shape[2], kind.get("sliding_window") or query.shape[2]
+    output = torch.zeros(1, tokens, heads, value.shape[-1], dtype=query.dtype)
+    for t in range(tokens):
+        start = max(bound for bound in bounds if bound <= t)
+        seen = range(max(start, t - window + 1), t + 1)
+        for head in range(heads):
+            group = head * key.shape[1] // heads
+            scores = [float(query[0, head, t] @ key[0, group, s]) * scale for s in seen]
+            if cap := kind.get("softcap"):
+                scores = [cap * math.tanh(score / cap) for score in scores]
+            sink = [float(kind["s_aux"][head])] if kind.get("s_aux") is not None else []
+            total = sum(math.exp(score) for score in [*scores, *sink])
+            output[0, t, head] = sum(
+                math.exp(c) / total * value[0, group, s] for c, s in zip(scores, seen, strict=True)
+            )
+    return output
+
+
+@pytest.mark.parametrize("sliding_window", [None, 1, 3, 9])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_packed_attention_equals_loops_over_positions(
+    monkeypatch: pytest.MonkeyPatch, sliding_window: int | None, softcap: float | None, sinks: bool
+) -> None:
+    monkeypatch.setattr("ray_eagle.target.attention.BLOCK", 4)  # several blocks a document
+    generator = torch.Generator().manual_seed(0)
+    bounds = [0, 1, 12, 14, 20]
+    query, key, value = (
+        torch.randn(1, heads, 20, width, generator=generator, dtype=torch.float64)
+        for heads, width in ((4, 6), (2, 6), (2, 5))
+    )
+    kind = {"sliding_window": sliding_window, "softcap": softcap}
+    given: dict[str, Any] = kind | {"s_aux": torch.randn(4, generator=generator) if sinks else None}
+    output, _ = packed_attention(
+        torch.nn.Identity(), query, key, value, None, 0.3, 0.0, torch.tensor(bounds, dtype=torch.int32), 11, **given
+    )
+    torch.testing.assert_close(output, slow_attention(query, key, value, bounds, 0.3, **given), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("rule", [LogitRule(), LogitRule(0.25), LogitRule(3.0, 2.0)])
+def test_the_teacher_in_chunks_equals_all_logits_at_once(rule: LogitRule) -> None:
     head = torch.nn.Linear(8, 40, bias=False)
     last = torch.randn(1300, 8)
     with torch.inference_mode():
-        top1, lse = teacher(head, last)
-        logits = head(last)
-    assert torch.equal(top1.long(), logits.argmax(-1)) and torch.allclose(lse, logits.logsumexp(-1))
-    top1, lse = teacher(head, last[:0])
+        top1, lse = teacher(head, last, rule)
+        logits = head(last) * rule.scale
+    if rule.cap:
+        logits = rule.cap * torch.tanh(logits / rule.cap)
+    assert torch.equal(top1.long(), head(last).argmax(-1)) and torch.allclose(lse, logits.logsumexp(-1))
+    top1, lse = teacher(head, last[:0], rule)
     assert len(top1) == len(lse) == 0
+
+
+def test_which_keys_scale_and_cap_logits() -> None:
+    assert LogitRule.of({}) == LogitRule.of({"logit_scale": None, "final_logit_softcapping": None}) == LogitRule()
+    assert LogitRule.of({"logit_scale": 0.0625}) == LogitRule(0.0625)
+    assert LogitRule.of({"logits_scaling": 8.0}) == LogitRule(0.125)
+    assert LogitRule.of({"final_logit_softcapping": 30.0}) == LogitRule(cap=30.0)
+    assert (str(LogitRule()), str(LogitRule(0.5, 30.0))) == ("1 x", "30 tanh(0.5 x / 30)")
 
 
 def test_hooks_are_removed(target_folder: Path) -> None:
