@@ -121,6 +121,10 @@ def _summary(shown: "Description") -> Table:
     if variant := shown.variant:
         shape = variant.shape
         heads = f"{shape.num_attention_heads} heads, {shape.num_key_value_heads} key/value heads of {shape.head_dim}"
+        if sizes := shape.latent:
+            ranks = f"ranks {sizes.q_lora_rank or 'none'} (queries) and {sizes.kv_lora_rank}"
+            widths = f"{sizes.qk_nope_head_dim} + {sizes.qk_rope_head_dim} (rotated), values {sizes.v_head_dim}"
+            heads = f"{shape.num_attention_heads} heads of {widths}, {ranks}"
         table.add_row("layer", f"hidden {shape.hidden_size}, MLP {shape.intermediate_size}, {heads}")
         if variant.target_hidden_size != shape.hidden_size:
             table.add_row("aux states", f"{variant.target_hidden_size} wide each")

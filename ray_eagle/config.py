@@ -171,6 +171,34 @@ class ExtractConfig(ActorConfig):
     """Layers of each stage. Default: the split that evens out the compute."""
 
 
+class StatesConfig(Section):
+    """Hidden states that another project captured: `generate` takes tokens and masks from them, `extract` the states."""
+
+    path: Annotated[str, AfterValidator(_expand)] = ""
+    """Folder of one file a sample: SpecForge, AngelSlim, ModelOpt or speculators. Empty: the target is run."""
+    layers: tuple[int, int, int] | None = None
+    """The three aux layers that were captured, in the convention below. The files do not say; you must."""
+    convention: Literal["output", "input"] = "output"
+    """What those ids mean: the output of layer L, 0-based (SpecForge, TorchSpec, ModelOpt, AngelSlim), or its input (vLLM, speculators)."""
+    norm: Literal["auto", "after", "before"] = "auto"
+    """Was the last state taken after or before the target's final norm? auto: by their size."""
+    masks: Annotated[str, AfterValidator(_expand)] = ""
+    """Dataset folder with the loss masks, where the files have none (speculators)."""
+    supervise_all: bool = False
+    """Without any mask: take every token but the first as the assistant's."""
+
+    @model_validator(mode="after")
+    def _told(self) -> "StatesConfig":
+        if self.path and self.layers is None:
+            raise ValueError("path is given, but not layers: which three layers were captured? (see also convention)")
+        return self
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The aux layers as "output of layer L"."""
+        return tuple(layer - (self.convention == "input") for layer in self.layers or ())
+
+
 class VocabConfig(Section):
     """Which tokens the drafter may say."""
 
@@ -189,14 +217,34 @@ class DrafterConfig(Section):
     """An existing drafter folder: probed first, and fine-tuned when it does not pay."""
     initial: Literal["target", "random"] = "target"
     """Where a drafter trained from scratch starts: head, final norm and last block of the target, or random weights."""
+    architecture: Literal["llama", "mla"] = "llama"
+    """Attention of a new drafter: grouped-query as in Llama, or latent as in DeepSeek and Kimi (`Eagle3DeepseekV2ForCausalLM`)."""
     intermediate_size: Positive | None = None
     """MLP width. Default: the target's."""
     num_attention_heads: Positive | None = None
     """Query heads. Default: the target's."""
     num_key_value_heads: Positive | None = None
-    """Key and value heads. Default: the target's."""
+    """Key and value heads (llama). Default: the target's."""
     head_dim: Positive | None = None
-    """Width of one head. Default: the target's."""
+    """Width of one head (llama). Default: the target's."""
+    q_lora_rank: Positive | None = None
+    """Rank of the queries (mla). Default: the target's, which has to have one: SGLang needs it."""
+    kv_lora_rank: Positive | None = None
+    """Rank of keys and values (mla). Default: the target's."""
+    qk_nope_head_dim: Positive | None = None
+    """Width of a query and key without RoPE (mla). Default: the target's."""
+    qk_rope_head_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
+    """Width of the part with RoPE (mla). Default: the target's."""
+    v_head_dim: Positive | None = None
+    """Width of a value (mla), at most that of a query. Default: the target's."""
+
+    @model_validator(mode="after")
+    def _latent(self) -> "DrafterConfig":
+        latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        named = [name for name in latent if getattr(self, name) is not None]
+        if named and self.architecture != "mla":
+            raise ValueError(f"{', '.join(named)}: only latent attention has it; set architecture to mla")
+        return self
 
     @field_validator("path")
     @classmethod
@@ -425,6 +473,7 @@ class Config(Section):
     breakeven: BreakevenConfig = BreakevenConfig()
     generate: GenerateConfig = GenerateConfig()
     extract: ExtractConfig = ExtractConfig()
+    states: StatesConfig = StatesConfig()
     vocab: VocabConfig = VocabConfig()
     train: TrainConfig = TrainConfig()
     serve: ServeConfig = ServeConfig()

@@ -112,6 +112,7 @@ def absolute_paths(config: Config) -> Config:
         ),
         drafter=update(config.drafter, path=_absolute(config.drafter.path)),
         generate=update(config.generate, prompts=_absolute(config.generate.prompts)),
+        states=update(config.states, path=_absolute(config.states.path), masks=_absolute(config.states.masks)),
         probe=update(config.probe, prompts=_absolute(config.probe.prompts)),
     )
 

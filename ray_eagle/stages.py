@@ -194,6 +194,11 @@ class Pipeline:
         if self._arithmetic_only(name):
             return Origin(stage=name, settings=self.config.breakeven.model_dump(mode="json"), inputs={}, target={})
         settings: dict[str, Any] = {section: deciding(self.config, section) for section in kind.sections}
+        if self.config.states.path and name in (
+            "generate",
+            "extract",
+        ):  # by its place: it may be deleted once it is imported
+            settings["states"] = deciding(self.config, "states")
         settings["seed"] = self.config.seed
         settings["target"] = {
             "dtype": self.config.target.dtype,

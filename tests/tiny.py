@@ -18,6 +18,7 @@ from transformers import (
 
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
+from ray_eagle.target.sizes import LatentSizes
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>\n{% endfor %}"
@@ -177,6 +178,16 @@ def tiny_shape(
         rms_norm_eps=1e-5,
         max_position_embeddings=512,
     )
+
+
+def tiny_latent_shape(
+    *, q_lora_rank: int | None = 12, rope: dict[str, Any] | None = None, **shape: Any
+) -> DrafterShape:
+    """As `tiny_shape`, with latent attention, no two of whose sizes are the same."""
+    latent = LatentSizes(q_lora_rank=q_lora_rank, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+    plain = tiny_shape(**shape)
+    sizes = {"latent": latent, "head_dim": 10, "num_key_value_heads": 4}
+    return plain.model_copy(update=sizes | ({"rope_parameters": rope} if rope else {}))
 
 
 def tiny_drafter(shape: DrafterShape, *, seed: int = 0) -> Drafter:

@@ -22,8 +22,8 @@ class Conversation:
     """Of each answer: `stop`, `length`, or of a kept one without an end-of-turn mark `none`."""
     note: str = ""
     """Why a conversation ended before its last prompt turn; empty for a whole one."""
-    mask: Literal["generated", "template", "rendering"] = "generated"
-    """Where the mask is from: exact output ids, the template's generation blocks, or checked rendering."""
+    mask: Literal["generated", "template", "rendering", "imported"] = "generated"
+    """Where the mask is from: exact output ids, the template's generation blocks, checked rendering, or imported states."""
     row: int = 0
     """Number of the input row, from 1."""
 

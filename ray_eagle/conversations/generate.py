@@ -20,6 +20,7 @@ from ray_eagle.conversations.keep import keep_answers
 from ray_eagle.conversations.messages import take_apart
 from ray_eagle.conversations.prompts import load_rows
 from ray_eagle.conversations.remote import answer_batches
+from ray_eagle.conversations.states import import_conversations
 from ray_eagle.conversations.template import injected_system
 from ray_eagle.errors import InputError
 from ray_eagle.pool import ActorPool, Member, this_node
@@ -28,7 +29,8 @@ from ray_eagle.run import Folder, RunFolder
 from ray_eagle.stage import Outcome
 from ray_eagle.target.attention import group_queries
 from ray_eagle.target.generation import Decoder, Request, eos_ids
-from ray_eagle.target.loading import TargetFacts, load_model, load_tokenizer
+from ray_eagle.target.loading import TargetFacts, load_tokenizer
+from ray_eagle.target.stage import load_model
 
 CUT_SHORT = 1000
 """Conversations cut short that summary.json names."""
@@ -86,6 +88,9 @@ def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progr
     """
     settings = config.generate
     folder = run.of("generate")
+    if config.states.path:
+        import_conversations(config, folder, facts, progress)
+        return _finish(config, folder, facts, "", progress)
     tokenizer = load_tokenizer(facts, config.target)
     system = check_template_system(tokenizer, settings, progress)
     if settings.answers == "keep":
@@ -96,8 +101,13 @@ def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progr
         keep_answers(config, folder, facts, progress)
     else:
         _regenerate(config, folder, facts, tokenizer, progress)
+    return _finish(config, folder, facts, system, progress)
+
+
+def _finish(config: Config, folder: Folder, facts: TargetFacts, system: str, progress: Progress) -> Outcome:
+    """summary.json, and what it says in words."""
     made = {key: facts.fingerprint[key] for key in ("tokenizer", "chat_template")} | {"template_system": system}
-    marks = settings.reasoning_marks
+    marks = config.generate.reasoning_marks
     summary = summarise(read_conversations(folder), folder.read_jsonl("rejected.jsonl"), marks) | made
     folder.write_json("summary.json", summary)
     for split in ("train", "validation"):

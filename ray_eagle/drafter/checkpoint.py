@@ -14,22 +14,24 @@ from ray_eagle.drafter.files import WEIGHTS, fault, read_tensors
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.drafter.speculators import LAYERS
-from ray_eagle.drafter.variant import ARCHITECTURE, fit_faults, read_variant, refuse_untrainable
+from ray_eagle.drafter.variant import ARCHITECTURE, LATENT, fit_faults, read_variant, refuse_untrainable
 
 
 def sglang_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
     """config.json of the folder, RoPE in the new and the old keys, layer ids nested for SGLang and on top for vLLM."""
     rope = dict(shape.rope_parameters)
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    attention = shape.latent.model_dump() if shape.latent else {"head_dim": shape.head_dim}
     return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
+        "architectures": [LATENT if shape.latent else ARCHITECTURE],
+        # not deepseek_v3, which vLLM takes for DeepSeek's own multi-token prediction; SGLang and vLLM know this one
+        "model_type": "kimi_k2" if shape.latent else "llama",
         "hidden_act": "silu",
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_attention_heads": shape.num_attention_heads,
         "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
+        **attention,
         "num_hidden_layers": 1,
         "vocab_size": shape.vocab_size,
         "draft_vocab_size": shape.draft_vocab_size,

@@ -73,6 +73,11 @@ def convert(
     if engine and engine.kind == "sglang" and not target:
         raise ConfigError("--engine sglang: expected --target beside: how it reads layer ids depends on the target.")
     variant = read_variant(source, target.layers if target else None, outputs)
+    if to == "speculators" and variant.shape.latent:
+        raise InputError(
+            f"{source}: --to speculators: expected a Llama layer, which is all that speculators knows, found latent "
+            "attention. vLLM reads SGLang's format: --to sglang --engine vllm."
+        )
     contents = read_contents(source, variant)
     for problem in tensor_faults(variant, contents):
         raise problem

@@ -1,14 +1,15 @@
 """What a named engine makes of a drafter folder: how it reads layer ids, tensor names and options.
 
 Read in SGLang 0.5.17 and 0.5.23 and in its pull requests #24663 (other names and norms, 2026-05), #25454 (layer ids of
-DeepSeek and Kimi, 2026-05) and #32334 (gpt-oss, `norm_before_fc`, 2026-07), and in vLLM and speculators 0.9.0.
+DeepSeek and Kimi, 2026-05) and #32334 (gpt-oss, `norm_before_fc`, 2026-07), and in vLLM and speculators 0.9.0. Latent attention
+came to SGLang with #24826 (2026-05).
 """
 
 import re
 from dataclasses import dataclass
 from typing import Literal
 
-from ray_eagle.drafter.names import LAYER_0
+from ray_eagle.drafter.names import LAYER_0, MODEL, Naming
 from ray_eagle.errors import ConfigError, InputError
 from ray_eagle.target.layers import SGLANG_BEFORE, SGLANG_SINCE, layer_readings
 
@@ -53,23 +54,29 @@ class Engine:
             "It counts from the first id: train on other layers, or serve with another engine."
         )
 
-    def skipped_names(self, layer: str, prefixed_head: bool) -> str:
+    def reads_latent(self) -> bool:
+        """Whether it has a drafter with latent attention at all."""
+        return self.kind != "sglang" or self._release >= NEW
+
+    def skipped_names(self, naming: Naming, prefixed_head: bool, *, latent: bool) -> str:
         """Which of a file's names it skips without a word; empty for none."""
         if self.kind != "sglang":
             return ""
-        if layer == LAYER_0 and self._release < NEW:
+        if latent:
+            return f"{MODEL}*" if naming.prefix else ""
+        if naming.layer == LAYER_0 and self._release < NEW:
             return f"{LAYER_0}*"
         return "model.lm_head.weight" if prefixed_head else ""
 
-    def ignored_options(self) -> frozenset[str]:
+    def ignored_options(self, *, latent: bool) -> frozenset[str]:
         """Options of a config that it does not read."""
         if self.kind == "vllm":
-            return frozenset()
+            return frozenset({"norm_before_fc"} if latent else ())
         if self.kind == "reference":
             return frozenset({"fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"})
         if self._release < NEW:
             return frozenset({"fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"})
-        if self._release < RELEASED_2026_08:
+        if latent or self._release < RELEASED_2026_08:
             return frozenset({"norm_before_fc", "norm_before_residual"})
         return frozenset({"norm_before_residual"})
 

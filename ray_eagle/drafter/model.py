@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter as a torch module: one Llama-style layer over [embedding, fused aux states].
+"""The EAGLE-3 drafter as a torch module: one layer, Llama's or DeepSeek's, over [embedding, fused aux states].
 
 Parameter names are those of the SGLang checkpoint. Conventions: EAGLE-3 (Li et al., 2025), as served by SGLang. Position
 t pairs the aux states of token t with the embedding of token t+1 and predicts token t+2. The un-normed output is the
@@ -27,6 +27,14 @@ def rotate_half(x_TAE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+def rotate_pairs(x_TAE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """`rotate_half` of coordinates that are rotated with their neighbours (0 with 1, 2 with 3), as DeepSeek lays them out.
+
+    In the result the firsts of all pairs come first, which no product of a query with a key notices.
+    """
+    return rotate_half(torch.cat([x_TAE[..., 0::2], x_TAE[..., 1::2]], dim=-1), cos_TE, sin_TE)
+
+
 class RMSNorm(nn.Module):
     """`rms_norm` with its weight."""
 
@@ -40,7 +48,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """The four projections; how keys meet queries is decided by the caller (training, or a key/value cache)."""
+    """Grouped-query attention up to queries, keys and values; how they meet is the caller's (training, or a cache)."""
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
@@ -50,6 +58,81 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(2 * h, self.kv_heads * e, bias=False)
         self.v_proj = nn.Linear(2 * h, self.kv_heads * e, bias=False)
         self.o_proj = nn.Linear(self.heads * e, h, bias=False)
+
+    @property
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """Those that read the attention's input, the one of the queries first."""
+        return self.q_proj, self.k_proj, self.v_proj
+
+    def queries(self, input_T2: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+        """[T, A, E], rotated."""
+        q_TAE = self.q_proj(input_T2).unflatten(-1, (self.heads, self.head_dim))
+        return rotate_half(q_TAE, cos_TE, sin_TE)
+
+    def keys_values(self, input_T2: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Two [T, G, E]: keys, rotated, and values."""
+        k_TGE, v_TGE = (p(input_T2).unflatten(-1, (self.kv_heads, self.head_dim)) for p in (self.k_proj, self.v_proj))
+        return rotate_half(k_TGE, cos_TE, sin_TE), v_TGE
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (MLA; DeepSeek-V2, 2024), expanded: each head has a query, a key and a narrower value.
+
+    Queries, and keys with values, come through a normed vector of low rank. RoPE turns the end of a query, and one vector
+    a position that all its keys end with.
+    """
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        assert shape.latent is not None
+        wide, self.heads, self.sizes = 2 * shape.hidden_size, shape.num_attention_heads, shape.latent
+        self.ranks = (self.sizes.kv_lora_rank, self.sizes.qk_rope_head_dim)
+        queries = self.heads * shape.head_dim
+        if rank := self.sizes.q_lora_rank:
+            self.q_a_proj = nn.Linear(wide, rank, bias=False)
+            self.q_a_layernorm = RMSNorm(rank, shape.rms_norm_eps)
+            self.q_b_proj = nn.Linear(rank, queries, bias=False)
+        else:
+            self.q_proj = nn.Linear(wide, queries, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(wide, sum(self.ranks), bias=False)
+        self.kv_a_layernorm = RMSNorm(self.ranks[0], shape.rms_norm_eps)
+        expanded = self.heads * (self.sizes.qk_nope_head_dim + self.sizes.v_head_dim)
+        self.kv_b_proj = nn.Linear(self.ranks[0], expanded, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.sizes.v_head_dim, shape.hidden_size, bias=False)
+
+    @property
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """Those that read the attention's input, the one of the queries first."""
+        return self.q_a_proj if self.sizes.q_lora_rank else self.q_proj, self.kv_a_proj_with_mqa
+
+    def queries(self, input_T2: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+        """[T, A, E], the end of each rotated."""
+        down_TR = self.projections[0](input_T2)
+        q_TD = self.q_b_proj(self.q_a_layernorm(down_TR)) if self.sizes.q_lora_rank else down_TR
+        return latent_queries(q_TD, cos_TE, sin_TE, self.sizes.qk_nope_head_dim)
+
+    def keys_values(self, input_T2: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, A, E] keys, the end of each rotated, and narrower values."""
+        sizes = self.sizes
+        down_TR, shared_TR = self.kv_a_proj_with_mqa(input_T2).split(self.ranks, dim=-1)
+        kv_TD = self.kv_b_proj(self.kv_a_layernorm(down_TR))
+        return latent_keys_values(kv_TD, shared_TR, cos_TE, sin_TE, sizes.qk_nope_head_dim, sizes.v_head_dim)
+
+
+def latent_queries(q_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, kept: int) -> Tensor:
+    """[T, A, E] of the queries' product: the first `kept` coordinates of each as they are, the others rotated."""
+    q_TAE = q_TD.unflatten(-1, (-1, kept + 2 * cos_TE.shape[-1]))
+    turned = rotate_pairs(q_TAE[..., kept:], cos_TE, sin_TE).to(q_TD.dtype)
+    return torch.cat([q_TAE[..., :kept], turned], dim=-1)
+
+
+def latent_keys_values(
+    kv_TD: Tensor, shared_TR: Tensor, cos_TE: Tensor, sin_TE: Tensor, kept: int, width: int
+) -> tuple[Tensor, Tensor]:
+    """Keys [T, A, E] and values [T, A, width] of the expanded product; `shared_TR`, rotated, ends every key."""
+    kept_TAE, values_TAE = kv_TD.unflatten(-1, (-1, kept + width)).split((kept, width), dim=-1)
+    turned = rotate_pairs(shared_TR[:, None], cos_TE, sin_TE).to(kv_TD.dtype)
+    return torch.cat([kept_TAE, turned.expand(-1, kept_TAE.shape[1], -1)], dim=-1), values_TAE.contiguous()
 
 
 class MLP(nn.Module):
@@ -68,7 +151,7 @@ class Midlayer(nn.Module):
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Attention(shape)
+        self.self_attn: Attention | LatentAttention = LatentAttention(shape) if shape.latent else Attention(shape)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape)
 
@@ -106,16 +189,12 @@ class Drafter(nn.Module):
 
     def queries(self, attention_input_T2: Tensor, positions_T: Tensor) -> Tensor:
         """[T, A, E], rotated to the positions."""
-        attention = self.midlayer.self_attn
-        q_TAE = attention.q_proj(attention_input_T2).unflatten(-1, (attention.heads, attention.head_dim))
-        return self.rotate(q_TAE, positions_T)
+        return self.midlayer.self_attn.queries(attention_input_T2, *self.rotary(positions_T, attention_input_T2.dtype))
 
     def keys_values(self, attention_input_T2: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Two [T, G, E]: keys, rotated to the positions, and values."""
-        attention = self.midlayer.self_attn
-        k_TGE = attention.k_proj(attention_input_T2).unflatten(-1, (attention.kv_heads, attention.head_dim))
-        v_TGE = attention.v_proj(attention_input_T2).unflatten(-1, (attention.kv_heads, attention.head_dim))
-        return self.rotate(k_TGE, positions_T), v_TGE
+        """Two [T, G, E]: keys, rotated to the positions, and values (narrower in latent attention)."""
+        rotary = self.rotary(positions_T, attention_input_T2.dtype)
+        return self.midlayer.self_attn.keys_values(attention_input_T2, *rotary)
 
     def finish(self, hidden_TH: Tensor, attended_TAE: Tensor) -> Tensor:
         """[T, H]: the layer's un-normed output u, from its residual input and what the heads attended to."""
@@ -125,10 +204,6 @@ class Drafter(nn.Module):
     def logits(self, output_TH: Tensor) -> Tensor:
         """[T, D]: scores of the draft vocabulary from the un-normed output."""
         return self.lm_head(self.norm(output_TH))
-
-    def rotate(self, x_TAE: Tensor, positions_T: Tensor) -> Tensor:
-        """Rotary position embedding over the last dimension."""
-        return rotate_half(x_TAE, *self.rotary(positions_T, x_TAE.dtype))
 
     def rotary(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Two [T, E/2]: cos and sin of each position's angles, taken in float64."""
@@ -143,7 +218,7 @@ def rope_frequencies(shape: DrafterShape) -> tuple[Tensor, float]:
     """
     kind = shape.rope_parameters.get("rope_type", "default")
     if kind == "default":
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
+        exponents = torch.arange(0, shape.rotated_dim, 2, dtype=torch.float64) / shape.rotated_dim
         return float(shape.rope_parameters["rope_theta"]) ** -exponents, 1.0
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -155,7 +230,7 @@ def rope_frequencies(shape: DrafterShape) -> tuple[Tensor, float]:
     config = LlamaConfig(
         hidden_size=shape.num_attention_heads * shape.head_dim,
         num_attention_heads=shape.num_attention_heads,
-        head_dim=shape.head_dim,
+        head_dim=shape.rotated_dim,
         max_position_embeddings=shape.max_position_embeddings,
         rope_parameters=dict(shape.rope_parameters),
     )

@@ -19,6 +19,7 @@ FAMILIES = {
     "Eagle3LlamaForCausalLM": "EAGLE-3, one Llama layer",
     "Eagle3DeepseekV2ForCausalLM": "EAGLE-3, one DeepSeek layer (latent attention)",
     "Eagle3DeepseekV3ForCausalLM": "EAGLE-3, one DeepSeek layer (latent attention)",
+    "DeepseekV3ForCausalLMEagle3": "EAGLE-3, one DeepSeek layer (latent attention)",
     "LlamaForCausalLMEagle": "EAGLE 1 or 2",
 }
 ANY_DEPTH = 1 << 20
@@ -35,7 +36,7 @@ class Description:
     format: str
     family: str
     variant: Variant | None
-    """None where the config does not describe a drafter of one Llama layer; `problem` says why."""
+    """None where the config does not describe an EAGLE-3 drafter of one layer; `problem` says why."""
     problem: str
     """Why it cannot be trained or read; empty for a plain EAGLE-3 drafter."""
     tensors: dict[str, StoredTensor]

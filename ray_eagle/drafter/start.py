@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from ray_eagle.config import DrafterConfig
@@ -10,31 +11,43 @@ from ray_eagle.drafter.checkpoint import check_fits, load_drafter
 from ray_eagle.drafter.contents import check_map
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
-from ray_eagle.errors import CheckpointError
+from ray_eagle.errors import CheckpointError, ConfigError
 from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.target.families import family_of
-from ray_eagle.target.loading import TargetFacts, head_and_embedding, read_target_tensor
+from ray_eagle.target.loading import UNPACKED, TargetFacts, head_and_embedding, read_target_tensor
+from ray_eagle.target.sizes import LatentSizes
 
 INITIAL_STD = 0.02
 FUSED_RMS = 0.6
 """Root mean square of the fused aux states that a drafter from scratch starts with."""
+LATENT_ROPES = ("default", "yarn")
+"""What engines read of latent attention: they take every scaled RoPE for YaRN. Of another kind only the base is kept."""
 
 
 def new_shape(settings: DrafterConfig, facts: TargetFacts, draft_vocab_size: int) -> DrafterShape:
-    """The shape of a drafter for this target: its sizes where the settings name none, its RoPE and its context."""
+    """The shape of a drafter for this target: its sizes where the settings name none, its RoPE and its context.
+
+    Raises ConfigError for latent attention whose sizes neither states.
+    """
+    latent = _latent_sizes(settings, facts) if settings.architecture == "mla" else None
+    heads = settings.num_attention_heads or facts.num_attention_heads
+    # a drafter turns whole heads, whatever share of them the target turns (GLM)
+    rope = {key: value for key, value in facts.rope_parameters.items() if key != "partial_rotary_factor"}
+    if latent and rope.get("rope_type") not in LATENT_ROPES:
+        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return DrafterShape(
         hidden_size=facts.hidden_size,
         intermediate_size=settings.intermediate_size or facts.intermediate_size,
-        num_attention_heads=settings.num_attention_heads or facts.num_attention_heads,
-        num_key_value_heads=settings.num_key_value_heads or facts.num_key_value_heads,
-        head_dim=settings.head_dim or facts.head_dim,
+        num_attention_heads=heads,
+        num_key_value_heads=heads if latent else settings.num_key_value_heads or facts.num_key_value_heads,
+        head_dim=latent.qk_head_dim if latent else settings.head_dim or facts.head_dim,
         vocab_size=facts.vocab_size,
         draft_vocab_size=min(draft_vocab_size, facts.vocab_size),
         aux_layers=facts.aux_layers,
         rms_norm_eps=facts.rms_norm_eps,
-        # a drafter turns whole heads, whatever share of them the target turns (GLM)
-        rope_parameters={k: v for k, v in facts.rope_parameters.items() if k != "partial_rotary_factor"},
+        rope_parameters=rope,
         max_position_embeddings=facts.max_position_embeddings,
+        latent=latent,
     )
 
 
@@ -112,6 +125,22 @@ def move_rows(drafter: Drafter, d2t: Tensor, t2d: Tensor, head_VH: Tensor) -> Dr
     return moved
 
 
+def _latent_sizes(settings: DrafterConfig, facts: TargetFacts) -> LatentSizes:
+    own = facts.latent.model_dump() if facts.latent else {}
+    sizes = {name: getattr(settings, name) or own.get(name) for name in LatentSizes.model_fields}
+    if missing := [f"drafter.{name}" for name, size in sizes.items() if size is None]:
+        raise ConfigError(
+            f"drafter.architecture mla: expected the sizes of latent attention, found no {', '.join(missing)}, neither in "
+            f"the settings nor in the target ({facts.model_type}). Set them (DeepSeek-V3 and Kimi have 1536, 512, 128, 64 "
+            "and 128), or leave drafter.architecture at llama."
+        )
+    try:
+        return LatentSizes.model_validate(sizes)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise ConfigError(f"drafter.{wrong['loc'][0]}: {wrong['msg']}, found {wrong['input']}.") from None
+
+
 def _given_drafter(path: str, facts: TargetFacts, d2t: Tensor, t2d: Tensor, reindex: bool) -> Drafter:
     drafter = load_drafter(Path(path))
     check_fits(
@@ -146,12 +175,12 @@ def _copy_from_target(drafter: Drafter, facts: TargetFacts) -> None:
         "mlp.gate_proj": layer.mlp.gate_proj.weight,
         "mlp.up_proj": layer.mlp.up_proj.weight,
         "mlp.down_proj": layer.mlp.down_proj.weight,
-        "self_attn.q_proj": layer.self_attn.q_proj.weight[:, hidden:],
-        "self_attn.k_proj": layer.self_attn.k_proj.weight[:, hidden:],
-        "self_attn.v_proj": layer.self_attn.v_proj.weight[:, hidden:],
-        "self_attn.o_proj": layer.self_attn.o_proj.weight,
     }
+    reading = [projection.weight for projection in layer.self_attn.projections]
+    for name, weight in layer.self_attn.named_parameters(prefix="self_attn"):
+        reads_input = any(weight is other for other in reading)
+        places[name.removesuffix(".weight")] = weight[:, hidden:] if reads_input else weight
     for name, place in places.items():
         found = read_target_tensor(facts.path, f"layers.{facts.layers - 1}.{name}.weight")
-        if found is not None and found.shape == place.shape:
+        if found is not None and found.shape == place.shape and found.dtype in UNPACKED:
             place.copy_(found if place.dim() > 1 else family.norm_weight(found))

@@ -13,11 +13,15 @@ from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.drafter.speculators import LAYERS, is_speculators, speculators_shape
 from ray_eagle.errors import CheckpointError
 from ray_eagle.target.layers import default_aux_layers
-from ray_eagle.target.sizes import TargetSizes, text_rope
+from ray_eagle.target.sizes import LatentSizes, TargetSizes, text_rope
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
 """SGLang's name, and the one of vLLM and TorchSpec for the same layer."""
+LATENT = "Eagle3DeepseekV2ForCausalLM"
+LATENTS = (LATENT, "Eagle3DeepseekV3ForCausalLM", "DeepseekV3ForCausalLMEagle3")
+"""The layer with latent attention: the name of SGLang, vLLM and TorchSpec, another one of vLLM, and SpecForge's."""
+ONE_LAYER = "Only EAGLE-3 drafters with one layer, Llama's or DeepSeek's, are supported."
 MARK = "ray_eagle_layer_ids"
 """Key that says what the ids of a config mean which were translated for an engine."""
 OPTIONS = ("norm_before_fc", "norm_before_residual", "norm_output", "fc_norm")
@@ -27,7 +31,7 @@ Outputs = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Variant:
-    """A drafter with one Llama layer, by its config."""
+    """A drafter with one layer, by its config."""
 
     format: Format
     shape: DrafterShape
@@ -81,11 +85,11 @@ def parse_variant(config: Any, path: Path, layers: int | None = None, outputs: O
     speculators = is_speculators(config)
     architectures = config.get("architectures") if isinstance(config, dict) else None
     first = architectures[0] if isinstance(architectures, list) and architectures else "none"
-    if not speculators and (first not in ARCHITECTURES or len(architectures or ()) != 1):
-        fix = "Only EAGLE-3 drafters with one Llama layer are supported."
+    if not speculators and (first not in ARCHITECTURES + LATENTS or len(architectures or ()) != 1):
+        fix = ONE_LAYER
         if "Eagle" in first and "Eagle3" not in first:
             fix = "This is a drafter of EAGLE 1 or 2, which reads other states: --speculative-algorithm EAGLE, not EAGLE3."
-        raise fault("drafter architecture", where=path, expected=ARCHITECTURE, found=first, fix=fix)
+        raise fault("drafter architecture", where=path, expected=f"{ARCHITECTURE} or {LATENT}", found=first, fix=fix)
     try:
         read = speculators_shape if speculators else _shape
         shape = read(config, path, layers, outputs)
@@ -184,18 +188,30 @@ def _shape(config: dict[str, Any], path: Path, layers: int | None, outputs: Outp
         ids = _mark(config, ids).get("outputs", ids)
     if config.get("num_hidden_layers", 1) != 1:
         found = config["num_hidden_layers"]
-        fix = "Only EAGLE-3 drafters with one Llama layer are supported."
-        raise fault("drafter layer", where=f"{path}, num_hidden_layers", expected=1, found=found, fix=fix)
+        raise fault("drafter layer", where=f"{path}, num_hidden_layers", expected=1, found=found, fix=ONE_LAYER)
+    heads = config["num_attention_heads"]
+    latent = _latent(config, path) if config["architectures"][0] in LATENTS else None
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return DrafterShape(
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
-        num_attention_heads=config["num_attention_heads"],
-        num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        num_attention_heads=heads,
+        num_key_value_heads=heads if latent else config.get("num_key_value_heads") or heads,
+        head_dim=latent.qk_head_dim if latent else head_dim,
         vocab_size=config["vocab_size"],
         draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
         aux_layers=ids,
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
         rope_parameters=text_rope(config),
         max_position_embeddings=config.get("max_position_embeddings", 2048),
+        latent=latent,
     )
+
+
+def _latent(config: dict[str, Any], path: Path) -> LatentSizes:
+    """Sizes of latent attention, whose rotated coordinates lie in pairs, as DeepSeek and the engines lay them."""
+    if config.get("rope_interleave") is False:
+        where, fix = f"{path}, rope_interleave", "Only DeepSeek's layout is supported: export the drafter in it."
+        raise fault("drafter layer", where=where, expected=True, found=False, fix=fix)
+    others = {name: config[name] for name in LatentSizes.model_fields if name != "q_lora_rank"}
+    return LatentSizes(q_lora_rank=config.get("q_lora_rank"), **others)

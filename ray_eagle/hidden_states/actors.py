@@ -14,6 +14,7 @@ from ray_eagle.errors import ConfigError
 from ray_eagle.hidden_states import extractor
 from ray_eagle.hidden_states import pipeline as staged
 from ray_eagle.hidden_states.extractor import Extractor
+from ray_eagle.hidden_states.imported import Importer, Norm
 from ray_eagle.hidden_states.pipeline import Pipeline
 from ray_eagle.hidden_states.plan import Unit
 from ray_eagle.pool import ActorPool, Member
@@ -24,22 +25,26 @@ from ray_eagle.target.split import layer_costs, split_layers
 NAME = "eagle-extract"
 
 
-def make_pool(config: Config, facts: TargetFacts, folder: Folder) -> ActorPool:
-    """The pool for a dataset folder; waits for its resources. Raises WorkerError that names what is missing."""
+def make_pool(config: Config, facts: TargetFacts, folder: Folder, imported: Norm | None = None) -> ActorPool:
+    """The pool for a dataset folder; waits for its resources. Raises WorkerError that names what is missing.
+
+    `imported`: states are read from `states.path` instead, where the last one was taken so.
+    """
     settings = config.extract
     target = config.target.model_copy(update={"dtype": compute_dtype(config)})
-    layers = stage_layers(settings, facts)
+    layers = [range(facts.layers)] if imported else stage_layers(settings, facts)
     bundle = {"CPU": settings.cpus, "GPU": settings.gpus}
     ensure_resources(bundle, settings.actors * len(layers), config.ray.wait_s)
 
     def whole(name: str) -> Member:
-        actor = ray.remote(Extractor).options(
+        actor = ray.remote(Importer if imported else Extractor).options(
             num_cpus=settings.cpus,
             num_gpus=settings.gpus,
             **marked(settings.gpus),
             **_options(name, extractor.CONCURRENCY),
         )
-        return Member(actor.remote(target, facts, settings, folder, name))
+        more = (config.states, imported) if imported else ()
+        return Member(actor.remote(target, facts, settings, folder, name, *more))
 
     def pipeline(name: str) -> Member:
         group = placement_group([bundle] * len(layers), strategy="PACK")

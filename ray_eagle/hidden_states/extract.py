@@ -5,6 +5,7 @@ from ray_eagle.conversations.conversation import read_conversations
 from ray_eagle.errors import InputError, QuarantineError
 from ray_eagle.hidden_states.actors import compute_dtype, make_pool
 from ray_eagle.hidden_states.dataset import PLAN, DatasetWriter, read_plan
+from ray_eagle.hidden_states.imported import find_norm
 from ray_eagle.hidden_states.lending import borrowed, lent_rows
 from ray_eagle.hidden_states.plan import (
     DatasetPlan,
@@ -116,7 +117,13 @@ def _borrow(units: list[Unit], writer: DatasetWriter, progress: Progress) -> Non
 def _capture(
     config: Config, facts: TargetFacts, writer: DatasetWriter, waiting: list[Unit], progress: Progress
 ) -> None:
-    pool = make_pool(config, facts, writer.folder)
+    norm = None
+    if config.states.path:
+        norm, told = find_norm(config, facts, waiting[0].samples)
+        progress.say(
+            f"extract: importing {config.states.path}; its last states were taken {norm} the final norm ({told})"
+        )
+    pool = make_pool(config, facts, writer.folder, norm)
     rate = Rate(sum(unit.tokens for unit in waiting))
     for unit, record in pool.run(waiting):
         record.quarantined += [

@@ -45,8 +45,11 @@ class Extractor:
         device = torch.device("cuda" if settings.gpus else "cpu")
         self.facts, self.settings = facts, settings
         self.stage = load_stage(facts, target, device)
+        self._prepare(Shelf(facts, settings, folder, Staging(device), name))
+
+    def _prepare(self, shelf: "Shelf") -> None:
+        self.shelf = shelf
         self.computing = threading.Lock()
-        self.shelf = Shelf(facts, settings, folder, Staging(device), name)
 
     def ready(self) -> str:
         """The node that this actor runs on."""

@@ -15,6 +15,7 @@ from ray_eagle.drafter.speculators import NESTED
 from ray_eagle.drafter.variant import Variant, read_variant, target_faults
 from ray_eagle.errors import CheckpointError, EagleError
 from ray_eagle.preflight.estimate import human_bytes
+from ray_eagle.preflight.latent import latent_findings
 from ray_eagle.preflight.report import Finding, Level
 from ray_eagle.preflight.rope import rope_findings, rope_words
 from ray_eagle.target.layers import layer_readings
@@ -40,7 +41,9 @@ def check_folder(folder: Path, target: TargetSizes | None, engine: Engine | None
     findings += rope_findings(variant.shape, layer, folder, rope, nested=variant.format == "speculators")
     findings += _options(folder, variant, engine)
     if engine:
-        findings += _engine(folder, contents, target, engine)
+        findings += _engine(folder, variant, contents, target, engine)
+    if variant.shape.latent:
+        findings += latent_findings(variant.shape, config, folder / "config.json", engine)
     if target:
         findings += _context(folder, variant, target)
         findings += _readings(variant, target, engine) if max(variant.shape.aux_layers) < target.layers else []
@@ -61,7 +64,7 @@ def _map(variant: Variant, contents: Contents) -> Iterator[CheckpointError]:
 
 
 def _layer_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The part that holds the Llama layer's settings."""
+    """The part that holds the layer's settings."""
     nested = config.get(NESTED)
     return nested if isinstance(nested, dict) else config
 
@@ -126,7 +129,8 @@ def _config(folder: Path, variant: Variant, layer: dict[str, Any]) -> Iterator[F
 
 def _options(folder: Path, variant: Variant, engine: Engine | None) -> Iterator[Finding]:
     where, tell = folder / "config.json", _teller("drafter option")
-    ignored = engine.ignored_options() if engine else frozenset({"norm_before_residual"})
+    latent = variant.shape.latent is not None
+    ignored = engine.ignored_options(latent=latent) if engine else frozenset({"norm_before_residual"})
     for option in sorted(variant.options & ignored):
         who = engine.name if engine else "SGLang"
         yield tell(
@@ -143,11 +147,13 @@ def _options(folder: Path, variant: Variant, engine: Engine | None) -> Iterator[
         )
 
 
-def _engine(folder: Path, contents: Contents, target: TargetSizes | None, engine: Engine) -> Iterator[Finding]:
+def _engine(
+    folder: Path, variant: Variant, contents: Contents, target: TargetSizes | None, engine: Engine
+) -> Iterator[Finding]:
     """What a certain engine does with the files."""
-    tell = _teller("engine")
+    tell, latent = _teller("engine"), variant.shape.latent is not None
     head = contents.names.get("lm_head.weight", "")
-    if skipped := engine.skipped_names(contents.naming.layer, head.startswith(MODEL)):
+    if skipped := engine.skipped_names(contents.naming, head.startswith(MODEL), latent=latent):
         yield tell(
             "error",
             f"{contents.where}: {engine.name} skips {skipped} without a word, and drafts with random weights.",
@@ -168,11 +174,14 @@ def _engine(folder: Path, contents: Contents, target: TargetSizes | None, engine
         )
     if not target or engine.kind != "sglang":
         return
-    if target.latent_attention:
+    if target.latent_attention != latent:
+        one, other = (
+            ("drafter", f"target ({target.model_type})") if latent else (f"target ({target.model_type})", "drafter")
+        )
         yield tell(
             "warning",
-            f"the target ({target.model_type}) has latent attention, the drafter has not: SGLang gives it the target's "
-            "attention backend, and may crash.",
+            f"the {one} has latent attention, the {other} has not: SGLang gives the drafter the target's attention "
+            "backend, and may crash.",
             "Name another one for the drafter: --speculative-draft-attention-backend (serve.draft_attention).",
         )
     if target.quantised:

@@ -32,7 +32,9 @@ class Drafting(Protocol):
 
 
 class KeyValues:
-    """Keys and values [G, capacity, E] of the positions so far; grows by doubling, shrinks by forgetting."""
+    """Keys and values [G, capacity, E] of the positions so far (those of latent attention expanded, its values narrower);
+    grows by doubling, shrinks by forgetting.
+    """
 
     def __init__(self) -> None:
         self.length = 0
@@ -41,24 +43,23 @@ class KeyValues:
     def append(self, keys_TGE: Tensor, values_TGE: Tensor) -> None:
         needed = self.length + len(keys_TGE)
         if self._keys.dim() != 3 or needed > self._keys.shape[1]:
-            self._grow(keys_TGE, 2 * needed)
+            self._keys = self._grown(self._keys, keys_TGE, 2 * needed)
+            self._values = self._grown(self._values, values_TGE, 2 * needed)
         self._keys[:, self.length : needed] = keys_TGE.transpose(0, 1)
         self._values[:, self.length : needed] = values_TGE.transpose(0, 1)
         self.length = needed
 
-    def attend(self, query_AE: Tensor) -> Tensor:
-        """[A, E] -> [A, E]: one query over everything cached, in one softmax."""
-        keys, values = self._keys[:, : self.length], self._values[:, : self.length]
-        out = F.scaled_dot_product_attention(query_AE[None, :, None], keys[None], values[None], enable_gqa=True)
-        return out[0, :, 0]
+    def attend(self, query_AE: Tensor, scale: float) -> Tensor:
+        """[A, E] -> [A, value width]: one query over everything cached, in one softmax."""
+        keys, values = self._keys[None, :, : self.length], self._values[None, :, : self.length]
+        query = query_AE[None, :, None]
+        return F.scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=True)[0, :, 0]
 
-    def _grow(self, like_TGE: Tensor, capacity: int) -> None:
-        _, groups, width = like_TGE.shape
-        keys, values = (like_TGE.new_empty(groups, capacity, width) for _ in range(2))
+    def _grown(self, old: Tensor, like_TGE: Tensor, capacity: int) -> Tensor:
+        grown = like_TGE.new_empty(like_TGE.shape[1], capacity, like_TGE.shape[2])
         if self.length:
-            keys[:, : self.length] = self._keys[:, : self.length]
-            values[:, : self.length] = self._values[:, : self.length]
-        self._keys, self._values = keys, values
+            grown[:, : self.length] = old[:, : self.length]
+        return grown
 
 
 class DrafterChain:
@@ -102,7 +103,8 @@ class DrafterChain:
         positions_T = torch.arange(first, first + len(tokens), device=device)
         self._cache.append(*drafter.keys_values(input_T2, positions_T))
         query_1AE = drafter.queries(input_T2[-1:], positions_T[-1:])
-        return drafter.finish(hidden_TH[-1:], self._cache.attend(query_1AE[0])[None])[0]
+        attended_AE = self._cache.attend(query_1AE[0], drafter.shape.softmax_scale)
+        return drafter.finish(hidden_TH[-1:], attended_AE[None])[0]
 
     def _best(self, output_H: Tensor) -> int:
         return int(self._target_ids[self._drafter.logits(output_H).argmax()])

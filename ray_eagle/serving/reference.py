@@ -30,7 +30,8 @@ from ray_eagle.serving.engine import EngineFacts, Speculation, Work, check_promp
 from ray_eagle.serving.generation import Generation, VerifyPass
 from ray_eagle.target.cache import cache_argument
 from ray_eagle.target.generation import eos_ids
-from ray_eagle.target.loading import TargetFacts, load_model, load_tokenizer, read_facts
+from ray_eagle.target.loading import TargetFacts, load_tokenizer, read_facts
+from ray_eagle.target.stage import load_model
 
 Listener = Callable[[VerifyPass, float], None]
 """Called with each pass and its seconds; what it raises ends the answer."""

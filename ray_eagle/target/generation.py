@@ -18,6 +18,9 @@ from ray_eagle.target.cache import GrowingLayer, cache_argument, growing_cache
 SHARE = 8
 """A prefill waits until one slot in so many is free: it reads all weights, for however few prompts."""
 
+UNUSED = 4
+"""The cache drops its first columns once one in so many belongs to no answer: attention reads them all."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -163,7 +166,7 @@ class _Batch:
             self.rows = [self.rows[i] for i in kept]
             self.waiting_tokens = [self.waiting_tokens[i] for i in kept]
         unused = min(row.begin for row in self.rows if not row.done)
-        if self.open and unused > self.end // 2:
+        if self.open and unused > self.end // UNUSED:
             self._move(-unused)
         ids_R1 = torch.tensor(self.waiting_tokens)[:, None]
         logits_RV = self._forward(ids_R1, [row.begin for row in self.rows], self.cache, self.end + 1)

@@ -1,4 +1,4 @@
-"""Find the target, read its facts without loading it, and load it through transformers."""
+"""Find the target, and read its facts, its tokenizer and single tensors without loading it."""
 
 import hashlib
 import secrets
@@ -12,20 +12,17 @@ import torch
 
 from ray_eagle.config import TargetConfig
 from ray_eagle.errors import TargetError, explain
-from ray_eagle.target.families import family_of, read_settings, skeleton
+from ray_eagle.target.families import family_of, read_settings
 from ray_eagle.target.layers import check_aux_layers
 from ray_eagle.target.logits import UNCHANGED, LogitRule
-from ray_eagle.target.parts import built, drop_towers
-from ray_eagle.target.sizes import read_text_config, text_rope
+from ray_eagle.target.sizes import LatentSizes, latent_sizes, read_text_config, text_rope
 from ray_eagle.target.tensors import (
     EMBEDDING,
     HEAD,
     NORM,
-    TOWERS,
     open_tensors,
     own_tensor,
     tensor_files,
-    tensor_shapes,
 )
 
 WEIGHT_SAMPLES = 256
@@ -54,6 +51,8 @@ class TargetFacts:
     fingerprint: dict[str, str]
     logits: LogitRule = UNCHANGED
     """What the target does to its head's output."""
+    latent: LatentSizes | None = None
+    """Of its attention, where that is latent."""
 
 
 def read_facts(config: TargetConfig) -> TargetFacts:
@@ -78,6 +77,7 @@ def read_facts(config: TargetConfig) -> TargetFacts:
             aux_layers=check_aux_layers(config.aux_layers, text["num_hidden_layers"]),
             fingerprint=fingerprint(path),
             logits=LogitRule.of(text),
+            latent=latent_sizes(text),
         )
     except KeyError as error:
         raise TargetError(
@@ -157,32 +157,6 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     return torch.bfloat16 if "amx_bf16" in flags or "avx512_bf16" in flags else torch.float32
-
-
-def load_model(facts: TargetFacts, config: TargetConfig, device: torch.device, dtype: str = "") -> Any:
-    """The transformers causal language model in eval mode, without towers for other senses.
-
-    Raises TargetError with transformers' reason.
-    """
-    try:
-        empty = skeleton(facts.path, config.trust_remote_code)
-        check_rows(facts, tensor_shapes(facts.path, (EMBEDDING, HEAD)))
-        text_only = built(type(empty), drop_towers)
-        text_only._keys_to_ignore_on_load_unexpected = [*(text_only._keys_to_ignore_on_load_unexpected or ()), TOWERS]
-        model = text_only.from_pretrained(
-            facts.path,
-            config=empty.config,
-            dtype=choose_dtype(dtype or config.dtype, device),
-            attn_implementation=attention_of(config, empty),
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise TargetError(f"target {facts.path} cannot be loaded: {error}") from error
-    return model.to(device).eval()
-
-
-def attention_of(config: TargetConfig, model: Any) -> str:
-    """target.attention, or `eager` for a model that transformers cannot run on PyTorch's scaled_dot_product_attention."""
-    return "eager" if config.attention == "sdpa" and not model._supports_sdpa else config.attention
 
 
 def load_tokenizer(facts: TargetFacts, config: TargetConfig) -> Any:

@@ -3,7 +3,9 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from ray_eagle.errors import TargetError
 from ray_eagle.target.layers import READ_BY_FIRST_ID
@@ -18,6 +20,37 @@ SIZES = (
 )  # fmt: skip
 """What a nested config must say itself to be taken as it is."""
 FULL = "full_attention"
+Size = Annotated[int, Field(gt=0)]
+
+
+class LatentSizes(BaseModel):
+    """Sizes of latent attention (MLA; DeepSeek-V2, 2024), by the names of DeepSeek's and Kimi's configs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    q_lora_rank: Size | None
+    """Rank of the queries; None where one matrix makes them."""
+    kv_lora_rank: Size
+    """Rank of keys and values together."""
+    qk_nope_head_dim: Size
+    """Width of a query and key that RoPE leaves alone,"""
+    qk_rope_head_dim: Annotated[int, Field(gt=0, multiple_of=2)]
+    """and the part that it turns, which all keys of a position share."""
+    v_head_dim: Size
+    """Width of a value, at most that of a key."""
+
+    @field_validator("v_head_dim")
+    @classmethod
+    def _narrow(cls, width: int, others: ValidationInfo) -> int:
+        most = others.data.get("qk_nope_head_dim", 0) + others.data.get("qk_rope_head_dim", 0)
+        if most and width > most:
+            raise ValueError(f"at most {most}, the width of a key")
+        return width
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query and of a key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True)
@@ -45,7 +78,7 @@ class TargetSizes:
             vocab_size=facts.vocab_size,
             max_position_embeddings=facts.max_position_embeddings,
             rope=facts.rope_parameters,
-            latent_attention=facts.model_type in LATENT,
+            latent_attention=facts.latent is not None or facts.model_type in LATENT,
         )
 
 
@@ -99,6 +132,14 @@ def _defaults(text: dict[str, Any]) -> dict[str, Any]:
         return CONFIG_MAPPING[kind](**text).to_dict() if kind in CONFIG_MAPPING else {}
     except (TypeError, ValueError):
         return {}
+
+
+def latent_sizes(text: dict[str, Any]) -> LatentSizes | None:
+    """Of a target's config; None unless it states all of them, as families with another latent attention do not."""
+    try:
+        return LatentSizes.model_validate({name: text.get(name) for name in LatentSizes.model_fields})
+    except ValidationError:
+        return None
 
 
 def text_rope(text: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ The model is instantiated without memory (meta device), layers that live elsewhe
 transformers' own loader fills in the rest from lazy slices of the safetensors files. So its key mappings and weight
 conversions work (fused experts of mixture-of-experts models), and tensors go straight to the device.
 
+Weights of a quantised target stay packed (`packed.py`): transformers never sees them.
+
 Mixture-of-experts layers run on transformers' default implementation: grouped matrix products, which on a GPU in
 bfloat16 neither wait for it nor depend on which experts a pack visits.
 """
@@ -19,8 +21,10 @@ from ray_eagle.target.attention import PACKED, packed_attention_fits, register_p
 from ray_eagle.target.capture import Stage
 from ray_eagle.target.checks import PassThrough, check_documents, check_head, check_split
 from ray_eagle.target.families import skeleton
-from ray_eagle.target.loading import TargetFacts, attention_of, check_rows, choose_dtype
+from ray_eagle.target.loading import TargetFacts, check_rows, choose_dtype
+from ray_eagle.target.packed import PackedWeights
 from ray_eagle.target.parts import built, drop_towers, find_parts
+from ray_eagle.target.sizes import read_text_config
 from ray_eagle.target.tensors import EMBEDDING, OTHER_TOWERS, layer_of, open_tensors, tensor_files
 
 NAMED = 4
@@ -57,6 +61,25 @@ def load_stage(facts: TargetFacts, config: TargetConfig, device: torch.device, l
     return stage
 
 
+def load_model(facts: TargetFacts, config: TargetConfig, device: torch.device, dtype: str = "") -> Any:
+    """The transformers causal language model in eval mode, without towers for other senses, for generation.
+
+    `dtype`: instead of target.dtype. Raises TargetError as `load_stage` does, but for the checks.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        empty = skeleton(facts.path, config.trust_remote_code)
+        empty.config._attn_implementation = _plain_attention(config, empty)
+        config = config.model_copy(update={"dtype": dtype or config.dtype})
+        model = _load(facts, empty.config, type(empty), range(facts.layers), False, "", config, device)
+        if (facts.path / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(facts.path)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
+        raise TargetError(f"target {facts.path} cannot be loaded: {error}") from error
+    return model
+
+
 def _checked(layers: range | None, facts: TargetFacts) -> range:
     layers = range(facts.layers) if layers is None else layers
     if layers.step != 1 or not 0 <= layers.start < layers.stop <= facts.layers:
@@ -68,9 +91,13 @@ def _checked(layers: range | None, facts: TargetFacts) -> range:
 
 def _attention(config: TargetConfig, model: Any) -> str:
     """`sdpa` becomes packed attention wherever that fits; elsewhere transformers masks documents by their positions."""
-    if config.attention != "sdpa" or packed_attention_fits(model.config):
-        return attention_of(config, model)
-    return PACKED if getattr(model, "_supports_attention_backend", False) else attention_of(config, model)
+    fits = config.attention == "sdpa" and packed_attention_fits(model.config) is None
+    return PACKED if fits and getattr(model, "_supports_attention_backend", False) else _plain_attention(config, model)
+
+
+def _plain_attention(config: TargetConfig, model: Any) -> str:
+    """target.attention, or `eager` for a model that transformers cannot run on PyTorch's scaled_dot_product_attention."""
+    return "eager" if config.attention == "sdpa" and not model._supports_sdpa else config.attention
 
 
 def _load(
@@ -84,16 +111,25 @@ def _load(
     device: torch.device,
 ) -> Any:
     files = tensor_files(facts.path)
+    packed = PackedWeights.of(read_text_config(facts.path), facts.path, files)
     whole, last = len(layers) == facts.layers, layers.stop == facts.layers
     lonely_head = tied and last and not whole and not any(name.endswith(head) for name in files)
     wanted = [name for name in files if _belongs(name, layers, last, lonely_head)]
+    if packed:
+        wanted = [name for name in wanted if not packed.holds(name)]
+        _forget_quantisation(settings)
     tensors = open_tensors(files, wanted)
     check_rows(facts, {name: tuple(tensor.get_shape()) for name, tensor in tensors.items() if layer_of(name) is None})
     if lonely_head:
         [embedding] = (name for name in wanted if name.endswith(EMBEDDING))
         tensors[head] = tensors.pop(embedding)
 
-    staged = built(model_class, lambda model: _drop_absent(model, layers))
+    def prepare(model: Any) -> None:
+        _drop_absent(model, layers)
+        if packed:
+            packed.replace(find_parts(model).layers, layers)
+
+    staged = built(model_class, prepare)
     model, found = staged.from_pretrained(
         None,
         config=settings,
@@ -117,7 +153,16 @@ def _load(
                 fix="The checkpoint is incomplete or belongs to another config: copy it again.",
             )
         )
+    if packed:
+        packed.fill(find_parts(model).layers, layers, device)
     return model
+
+
+def _forget_quantisation(settings: Any) -> None:
+    """Or transformers would want the library that made it."""
+    for one in (settings, settings.get_text_config()):
+        if hasattr(one, "quantization_config"):
+            del one.quantization_config
 
 
 def _belongs(name: str, layers: range, last: bool, lonely_head: bool) -> bool:

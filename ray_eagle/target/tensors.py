@@ -111,13 +111,6 @@ def own_tensor(names: Iterable[str], suffix: str) -> str | None:
     return min(own, key=len, default=None)
 
 
-def tensor_shapes(folder: Path, suffixes: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the language model's tensors with these names, as far as they exist, from headers alone."""
-    files = tensor_files(folder)
-    names = [name for name in (own_tensor(files, suffix) for suffix in suffixes) if name]
-    return {name: read_header(files[name])[name].shape for name in names}
-
-
 def layer_of(name: str) -> int | None:
     """The decoder layer that a tensor belongs to, by its name; None for the rest, towers for other senses included."""
     found = LAYER.search(name)

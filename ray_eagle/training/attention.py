@@ -19,7 +19,10 @@ from ray_eagle.training.pointwise import wide
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys and values that queries of one pack see, or their gradients."""
+    """Keys and values that queries of one pack see, or their gradients.
+
+    Values may be narrower than keys, in plain torch; then outputs are too.
+    """
 
     keys_TGE: Tensor
     """Step 0: of every token."""
@@ -139,7 +142,9 @@ def plain_forward(
             outputs.append(_ungrouped(out, q1 - q0).to(queries_QAE.dtype))
             sums.append(lse.flatten(0, 1))
     if not outputs:
-        return torch.zeros_like(queries_QAE), wide(queries_QAE.new_zeros(queries_QAE.shape[1], 0))
+        return queries_QAE.new_zeros(0, queries_QAE.shape[1], values_TGE.shape[2]), wide(
+            queries_QAE.new_zeros(queries_QAE.shape[1], 0)
+        )
     return torch.cat(outputs), torch.cat(sums, dim=1)
 
 

@@ -4,6 +4,8 @@ Counted are the multiplications and additions of matrix products and attention t
 positions where they are needed; what is computed twice to save memory counts once.
 """
 
+import math
+
 import torch
 
 from ray_eagle.drafter.shape import DrafterShape
@@ -36,20 +38,19 @@ def peak_tflops(device_name: str) -> float | None:
 
 def pack_flops(shape: DrafterShape, pack: Pack) -> float:
     """Floating-point operations of the forward and backward pass over a pack (its indices on the CPU)."""
-    h, width = shape.hidden_size, shape.head_dim
-    queries, keys = shape.num_attention_heads * width, shape.num_key_value_heads * width
+    h, heads = shape.hidden_size, shape.num_attention_heads
+    sizes = {name.split(".")[-2]: math.prod(size) for name, size in shape.tensors().items() if len(size) == 2}
+    keys = sum(size for name, size in sizes.items() if name.startswith(("k", "v_")))
+    rest = sum(size for name, size in sizes.items() if name.startswith(("q_", "o_", "gate_", "up_", "down_")))
     tokens = len(pack.tokens_T)
     # the projection of the aux states has no gradient below it: one product backward, where all others have two
     total = 2.0 * (2 * tokens * 3 * h * h)
-    total += 3.0 * (2 * tokens * 2 * h * 2 * keys)
+    total += 3.0 * (2 * tokens * keys)
     for k, step in enumerate(pack.steps):
         rows = len(step.at_N)
-        layer = 2 * h * queries + queries * h + 3 * h * shape.intermediate_size
-        if k:
-            layer += 2 * h * 2 * keys
-        total += 3.0 * 2 * rows * layer
+        total += 3.0 * 2 * rows * (rest + keys if k else rest)
         seen = int((pack.positions_T[step.at_N] + 1 + k).sum())
-        total += 3.0 * (2 * 2 * seen * queries)
+        total += 3.0 * (2 * seen * heads * (shape.head_dim + shape.value_dim))
         total += 3.0 * (2 * len(step.scored_M) * h * shape.draft_vocab_size)
     taught_S = torch.zeros(len(pack.top1_S), dtype=torch.bool)
     for step in pack.steps:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ray_eagle.drafter.model import rms_norm, rotate_half
+from ray_eagle.drafter.model import latent_keys_values, latent_queries, rms_norm, rotate_half
 from ray_eagle.errors import WorkerError
 
 
@@ -68,6 +68,26 @@ def heads_backward(turned_NAE: Tensor, rest_NGE: Tensor, cos_NE: Tensor, sin_NE:
     return torch.cat([turned, rest_NGE.to(turned.dtype)], dim=1).flatten(1)
 
 
+def latent_queries_backward(grad_NAE: Tensor, cos_NE: Tensor, sin_NE: Tensor, kept: int) -> Tensor:
+    """[N, D]: the gradient of the queries' product."""
+    turned = _pairs(rotate_half(wide(grad_NAE[..., kept:]), cos_NE, -sin_NE)).to(grad_NAE.dtype)
+    return torch.cat([grad_NAE[..., :kept], turned], dim=-1).flatten(1)
+
+
+def latent_keys_values_backward(
+    keys_NAE: Tensor, values_NAE: Tensor, cos_NE: Tensor, sin_NE: Tensor, kept: int
+) -> tuple[Tensor, Tensor]:
+    """Gradients [N, D] of the expanded product, and [N, R] of the vector that all keys of a position share."""
+    shared = wide(keys_NAE[..., kept:]).sum(1, keepdim=True)
+    turned = _pairs(rotate_half(shared, cos_NE, -sin_NE))[:, 0].to(keys_NAE.dtype)
+    return torch.cat([keys_NAE[..., :kept], values_NAE], dim=-1).flatten(1), turned
+
+
+def _pairs(x: Tensor) -> Tensor:
+    """The coordinates that `rotate_pairs` had put apart, side by side again."""
+    return torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
+
+
 def gate(both_N2: Tensor) -> Tensor:
     """silu(gate) * up of [N, 2I]."""
     gate_NI, up_NI = both_N2.chunk(2, dim=-1)
@@ -96,6 +116,10 @@ class Pointwise:
     join_backward: Callable[..., Any] = join_backward
     heads: Callable[..., Any] = heads
     heads_backward: Callable[..., Any] = heads_backward
+    latent_queries: Callable[..., Any] = latent_queries
+    latent_queries_backward: Callable[..., Any] = latent_queries_backward
+    latent_keys_values: Callable[..., Any] = latent_keys_values
+    latent_keys_values_backward: Callable[..., Any] = latent_keys_values_backward
     gate: Callable[..., Any] = gate
     gate_backward: Callable[..., Any] = gate_backward
 

@@ -30,6 +30,8 @@ class _Kept:
     middle_NH: Tensor
     """The residual stream between attention and MLP."""
     gate_up_N2: Tensor
+    products: tuple[Tensor | None, Tensor | None]
+    """Of the attention's first matrix: for the queries, and for keys and values; None where nobody needs them."""
 
 
 class Unroll:
@@ -39,10 +41,7 @@ class Unroll:
     def __init__(self, weights: Weights, pack: Pack, embedding_VH: Tensor, *, keep: bool = True) -> None:
         """`keep`: what `backward` needs. States and embedding must be in the weights' dtype, on their device."""
         self.weights, self.pack, self.embedding_VH = weights, pack, embedding_VH
-        shape = weights.drafter.shape
-        self.width, self.rotated = shape.head_dim, shape.num_attention_heads
-        self.groups = shape.num_key_value_heads
-        self.scale = self.width**-0.5
+        self.scale = weights.drafter.shape.softmax_scale
         positions = torch.arange(pack.spans.longest_keys + len(pack.steps), device=pack.tokens_T.device)
         wide = torch.promote_types(weights.dtype, torch.float32)
         self.cos_PE, self.sin_PE = weights.drafter.rotary(positions, wide)
@@ -60,13 +59,12 @@ class Unroll:
         input_T2 = w.pointwise.join(
             self._embedded(0), self.hidden_TH, w.embedding_norm.value, w.hidden_norm.value, w.eps
         )
-        queries = slice(0, self.rotated * self.width)
-        others = slice(queries.stop, None)
-        keys_values = w.qkv.product(input_T2, others)
-        keys_TGE, values_TGE = w.pointwise.heads(keys_values, *self._rotary(None, 0), self.groups, self.width)
-        self._queries_NA = w.qkv.product(_rows(input_T2, steps[0].at_N), queries)
-        own = (len(steps) - 1, len(steps[0].at_N), self.groups, self.width)
-        return Keys(keys_TGE, values_TGE, keys_TGE.new_empty(own), keys_TGE.new_empty(own))
+        product_TK = w.qkv.product(input_T2, slice(w.query_rows, None))
+        product_NQ = w.qkv.product(_rows(input_T2, steps[0].at_N), slice(0, w.query_rows))
+        self._step_0_products = product_NQ, product_TK if w.heads.keeps_products else None
+        keys_TGE, values_TGE = w.heads.keys_values(product_TK, self._rotary(None, 0))
+        own = [x.new_empty(len(steps) - 1, len(steps[0].at_N), *x.shape[1:]) for x in (keys_TGE, values_TGE)]
+        return Keys(keys_TGE, values_TGE, *own)
 
     def _embedded(self, k: int) -> Tensor:
         """Token t+1+k of each position; the one after a pack's last is attended to by none that counts: any will do."""
@@ -87,23 +85,26 @@ class Unroll:
     def _forward(self, k: int) -> _Kept:
         w, index = self.weights, self.pack.steps[k]
         rotary = self._rotary(index.at_N, k)
+        product_NK: Tensor | None
         if k:
             hidden_NH, embedded_NH = self._input(k)
             joined = w.pointwise.join(embedded_NH, hidden_NH, w.embedding_norm.value, w.hidden_norm.value, w.eps)
-            product = w.qkv.product(joined)
-            turned, values_NGE = w.pointwise.heads(product, *rotary, self.rotated + self.groups, self.width)
-            queries_NAE, keys_NGE = turned[:, : self.rotated].contiguous(), turned[:, self.rotated :]
+            product_NQ, product_NK = w.qkv.product(joined).tensor_split([w.query_rows], dim=1)
+            keys_NGE, values_NGE = w.heads.keys_values(product_NK, rotary)
             self.seen.own_keys_KNGE[k - 1].index_copy_(0, index.first_N, keys_NGE)
             self.seen.own_values_KNGE[k - 1].index_copy_(0, index.first_N, values_NGE)
         else:
             hidden_NH = _rows(self.hidden_TH, index.at_N)
-            queries_NAE, _ = w.pointwise.heads(self._queries_NA, *rotary, self.rotated, self.width)
-            del self._queries_NA
+            product_NQ, product_NK = self._step_0_products
+            del self._step_0_products
+        queries_NAE = w.heads.queries(product_NQ, rotary)
+        products = (product_NQ, product_NK) if w.heads.keeps_products else (None, None)
+        del product_NQ, product_NK
         attended_NAE, lse_NA = attend(queries_NAE, self.seen, k, index, self.pack.spans, self.scale)
-        middle_NH = w.o.product(attended_NAE.flatten(1), add=hidden_NH)
+        middle_NH = w.o.product(w.heads.join(attended_NAE), add=hidden_NH)
         gate_up_N2 = w.gate_up.product(w.pointwise.norm(middle_NH, w.middle_norm.value, w.eps))
         self.outputs.append(w.down.product(w.pointwise.gate(gate_up_N2), add=middle_NH))
-        return _Kept(queries_NAE, attended_NAE, lse_NA, middle_NH, gate_up_N2)
+        return _Kept(queries_NAE, attended_NAE, lse_NA, middle_NH, gate_up_N2, products)
 
     @torch.no_grad()
     def backward(self, gradients: list[Tensor]) -> None:
@@ -136,33 +137,33 @@ class Unroll:
         )
         w.middle_norm.add(grad_H)
         del grad_N2, normed_NH, grad_normed_NH
-        grad_attended = w.o.backward(grad_NH, kept.attended_NAE.flatten(1)).view_as(kept.attended_NAE)
+        grad_attended = w.heads.split(w.o.backward(grad_NH, w.heads.join(kept.attended_NAE)))
         grad_queries = attend_backward(
             grad_attended, kept.queries_NAE, kept.attended_NAE, kept.lse_NA, self.seen, changes, k, index,
             self.pack.spans, self.scale,
         )  # fmt: skip
         rotary = self._rotary(index.at_N, k)
+        product_NQ, product_NK = kept.products
+        grad_NQ = w.heads.queries_backward(grad_queries, product_NQ, rotary)
         if not k:
-            self._first_backward(
-                grad_NH, w.pointwise.heads_backward(grad_queries, grad_queries[:, :0], *rotary), changes
-            )
+            self._first_backward(grad_NH, grad_NQ, product_NK, changes)
             return grad_NH
         keys_NGE, values_NGE = (x[k - 1, index.first_N] for x in (changes.own_keys_KNGE, changes.own_values_KNGE))
-        grad_ND = w.pointwise.heads_backward(torch.cat([grad_queries, keys_NGE], dim=1), values_NGE, *rotary)
+        grad_NK = w.heads.keys_values_backward(keys_NGE, values_NGE, product_NK, rotary)
         hidden_NH, embedded_NH = self._input(k)
         joined = w.pointwise.join(embedded_NH, hidden_NH, w.embedding_norm.value, w.hidden_norm.value, w.eps)
-        return grad_NH + self._join_backward(w.qkv.backward(grad_ND, joined), embedded_NH, hidden_NH)
+        grad_N2 = w.qkv.backward(torch.cat([grad_NQ, grad_NK], dim=1), joined)
+        return grad_NH + self._join_backward(grad_N2, embedded_NH, hidden_NH)
 
-    def _first_backward(self, grad_NH: Tensor, grad_queries_NA: Tensor, changes: Keys) -> None:
+    def _first_backward(self, grad_NH: Tensor, grad_NQ: Tensor, product_TK: Tensor | None, changes: Keys) -> None:
         """Step 0 below the attention: queries at its positions, keys and values everywhere, the projection."""
         w, at_N = self.weights, self.pack.steps[0].at_N
         embedded_TH = self._embedded(0)
         joined = w.pointwise.join(embedded_TH, self.hidden_TH, w.embedding_norm.value, w.hidden_norm.value, w.eps)
         keys_TGE, values_TGE = (x.to(w.dtype) for x in (changes.keys_TGE, changes.values_TGE))
-        grad_TD = w.pointwise.heads_backward(keys_TGE, values_TGE, *self._rotary(None, 0))
-        queries = slice(0, self.rotated * self.width)
-        grad_T2 = w.qkv.backward(grad_TD, joined, slice(queries.stop, None))
-        _add_rows(grad_T2, at_N, w.qkv.backward(grad_queries_NA, _rows(joined, at_N), queries))
+        grad_TK = w.heads.keys_values_backward(keys_TGE, values_TGE, product_TK, self._rotary(None, 0))
+        grad_T2 = w.qkv.backward(grad_TK, joined, slice(w.query_rows, None))
+        _add_rows(grad_T2, at_N, w.qkv.backward(grad_NQ, _rows(joined, at_N), slice(0, w.query_rows)))
         grad_TH = self._join_backward(grad_T2, embedded_TH, self.hidden_TH)
         _add_rows(grad_TH, at_N, grad_NH)
         w.fc.add_gradient(w.fc.incoming(grad_TH), self.pack.aux_TC)

@@ -1,7 +1,7 @@
 """The drafter's weights as a training step uses them: compute copies, made once per optimizer step, and the float32
 buffers where their gradients gather over unroll steps and packs.
 
-Projections that read the same input are one matrix here: q, k and v; gate and up. Gradients are added into the buffers by
+Projections that read the same input are one matrix here: those of the attention; gate and up. Gradients are added into the buffers by
 the matrix products themselves, so no partial sum is ever rounded to 16 bits (those of 8-bit products once are).
 """
 
@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ray_eagle.drafter.model import Drafter
+from ray_eagle.drafter.model import Drafter, LatentAttention
+from ray_eagle.target.attention import flash_runs
 from ray_eagle.training import fp8
+from ray_eagle.training.heads import GroupedHeads, LatentHeads
 from ray_eagle.training.pointwise import PLAIN, Pointwise
 
 ROWS = 2048
@@ -165,15 +167,20 @@ class Weights:
         self, drafter: Drafter, dtype: torch.dtype, *, eight_bits: bool = False, pointwise: Pointwise = PLAIN
     ) -> None:
         layer = drafter.midlayer
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp, shape = layer.self_attn, layer.mlp, drafter.shape
 
         def matrix(*modules: nn.Linear) -> Matrix:
             return Matrix([module.weight for module in modules], dtype, eight_bits)
 
         self.drafter, self.dtype, self.pointwise = drafter, dtype, pointwise
-        self.eps = drafter.shape.rms_norm_eps
+        self.eps = shape.rms_norm_eps
         self.fc = matrix(drafter.fc)
-        self.qkv = matrix(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.qkv = matrix(*attention.projections)
+        self.query_rows = len(attention.projections[0].weight)
+        self.heads: GroupedHeads | LatentHeads = GroupedHeads(shape, pointwise)
+        if isinstance(attention, LatentAttention):
+            flash = flash_runs(drafter.lm_head.weight.device, dtype, shape.head_dim)
+            self.heads = LatentHeads(attention, matrix, Vector, pointwise, equal_widths=flash)
         self.o = matrix(attention.o_proj)
         self.gate_up = matrix(mlp.gate_proj, mlp.up_proj)
         self.down = matrix(mlp.down_proj)
@@ -182,8 +189,8 @@ class Weights:
         self.hidden_norm = Vector(layer.hidden_norm.weight)
         self.middle_norm = Vector(layer.post_attention_layernorm.weight)
         self.final_norm = Vector(drafter.norm.weight)
-        self.matrices = [v for v in vars(self).values() if isinstance(v, Matrix)]
-        self.vectors = [v for v in vars(self).values() if isinstance(v, Vector)]
+        self.matrices = [v for v in vars(self).values() if isinstance(v, Matrix)] + [*self.heads.matrices]
+        self.vectors = [v for v in vars(self).values() if isinstance(v, Vector)] + [*self.heads.vectors]
 
     def refresh(self) -> None:
         """After an optimizer step."""

@@ -23,7 +23,8 @@ from ray_eagle.conversations.template import render_prompt
 from ray_eagle.settings import load_config
 from ray_eagle.target.attention import group_queries
 from ray_eagle.target.generation import Decoder, Request, eos_ids
-from ray_eagle.target.loading import load_model, load_tokenizer, read_facts
+from ray_eagle.target.loading import load_tokenizer, read_facts
+from ray_eagle.target.stage import load_model
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.drafter.start import random_drafter
 from ray_eagle.hidden_states.schema import Sample
+from ray_eagle.target.sizes import LatentSizes
 from ray_eagle.training import attention, fp8, losses, pointwise
 from ray_eagle.training.attention import Keys, attend, attend_backward
 from ray_eagle.training.losses import Objective, entering_counts, loss_weights, plain_row_losses, row_losses
@@ -112,11 +113,16 @@ def test_the_loss_kernel_equals_the_plain_one(kind: str, labels: str, size: int)
 class Step:
     """A drafter of hidden size 256 on the GPU and a batch."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, latent: bool = False) -> None:
         shape = DrafterShape(
             hidden_size=HIDDEN, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
             vocab_size=VOCAB, draft_vocab_size=DRAFTS, aux_layers=(1, 2, 3),
         )  # fmt: skip
+        if latent:
+            sizes = LatentSizes(
+                q_lora_rank=64, kv_lora_rank=48, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32
+            )
+            shape = shape.model_copy(update={"latent": sizes, "head_dim": 48, "num_key_value_heads": 4})
         self.drafter = random_drafter(shape, seed)
         torch.manual_seed(seed)
         self.embedding, self.head = torch.randn(VOCAB, HIDDEN), torch.randn(DRAFTS, HIDDEN) * 0.1
@@ -143,11 +149,12 @@ def fast() -> pointwise.Pointwise:
     return pointwise.compiled()
 
 
-def test_a_step_on_the_gpu_equals_the_cpu(fast: pointwise.Pointwise) -> None:
-    step = Step()
+@pytest.mark.parametrize("latent", [False, True])
+def test_a_step_on_the_gpu_equals_the_cpu(fast: pointwise.Pointwise, latent: bool) -> None:
+    step = Step(latent=latent)
     exact = step.gradients(torch.device("cpu"), torch.float32)
     for options in ({}, {"pointwise": fast}):
-        assert len(exact) == 13
+        assert len(exact) == (16 if latent else 13)
         for name, gradient in step.gradients(GPU, torch.float32, **options).items():
             assert relative(gradient, exact[name]) < 1e-3, (name, options)
         for name, gradient in step.gradients(GPU, torch.bfloat16, **options).items():

@@ -40,7 +40,7 @@ def test_conversations_hold_every_prompt_with_exact_ids(generated: Path, target_
 def test_greedy_answers_equal_generating_alone(generated: Path, target_folder: Path) -> None:
     import torch
 
-    from ray_eagle.target.loading import load_model
+    from ray_eagle.target.stage import load_model
 
     config = tiny_config(generated, target_folder)
     facts = pipeline(config).facts

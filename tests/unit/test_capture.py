@@ -23,10 +23,10 @@ from ray_eagle.errors import TargetError
 from ray_eagle.target.attention import PACKED, packed_attention, packed_attention_fits
 from ray_eagle.target.capture import AuxHooks, TokenPack, teacher
 from ray_eagle.target.layers import check_aux_layers, default_aux_layers
-from ray_eagle.target.loading import load_model, read_facts
+from ray_eagle.target.loading import read_facts
 from ray_eagle.target.logits import LogitRule
 from ray_eagle.target.parts import find_parts
-from ray_eagle.target.stage import load_stage
+from ray_eagle.target.stage import load_model, load_stage
 from tests.random_data import random_tokens
 from tests.states import assert_same, capture_pack, plain_model, ragged_samples, slow_states
 from tests.tiny import tiny_deepseek_v3, tiny_qwen3_moe, tiny_target

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from ray_eagle.drafter.checkpoint import check_fits, load_drafter, read_shape, save_drafter
 from ray_eagle.drafter.files import WEIGHTS, read_tensor, tensor_bytes
-from ray_eagle.drafter.model import Drafter
+from ray_eagle.drafter.model import Drafter, rotate_half
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.errors import CheckpointError
 from tests.tiny import VOCAB, tiny_drafter, tiny_shape
@@ -199,7 +199,7 @@ def test_configs_of_other_tools_are_read(folder: Path, change: Change, expected:
 CONFIG: dict[str, tuple[Change, str]] = {
     "another architecture": (
         lambda c: c.update(architectures=["LlamaForCausalLM"]),
-        "config.json: expected LlamaForCausalLMEagle3, found LlamaForCausalLM",
+        "config.json: expected LlamaForCausalLMEagle3 or Eagle3DeepseekV2ForCausalLM, found LlamaForCausalLM",
     ),
     "no hidden_size": (lambda c: c.pop("hidden_size"), "config.json: expected the key 'hidden_size', found none"),
     "hidden_size is a word": (
@@ -258,7 +258,10 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda f: (f / WEIGHTS).unlink(), f"{WEIGHTS}: expected a safetensors file, found nothing"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
     "no text": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), "config.json is not valid JSON"),
-    "a list": (lambda f: (f / "config.json").write_text("[]"), "expected LlamaForCausalLMEagle3, found none"),
+    "a list": (
+        lambda f: (f / "config.json").write_text("[]"),
+        "expected LlamaForCausalLMEagle3 or Eagle3DeepseekV2ForCausalLM, found none",
+    ),
 }
 DAMAGES = (
     FILES | {n: (config(c), p) for n, (c, p) in CONFIG.items()} | {n: (weights(c), p) for n, (c, p) in WEIGHT.items()}
@@ -375,7 +378,8 @@ def test_rotation_equals_that_of_transformers(rope: dict[str, Any]) -> None:
         (torch.cos(angles) * drafter.rope_scale).float(), cos[0, :, : shape.head_dim // 2], rtol=0, atol=2e-4
     )
     expected, _ = apply_rotary_pos_emb(x_TAE.transpose(0, 1)[None], x_TAE.transpose(0, 1)[None], cos, sin)
-    torch.testing.assert_close(drafter.rotate(x_TAE, positions), expected[0].transpose(0, 1), rtol=0, atol=5e-4)
+    turned_TAE = rotate_half(x_TAE, *drafter.rotary(positions, x_TAE.dtype))
+    torch.testing.assert_close(turned_TAE, expected[0].transpose(0, 1), rtol=0, atol=5e-4)
 
 
 def test_scaled_kinds_of_rope_differ_from_the_default() -> None:

@@ -392,7 +392,7 @@ def test_every_setting_is_documented() -> None:
         if not (field.description or "").strip()
         and not (isinstance(field.annotation, type) and issubclass(field.annotation, Section))
     ]
-    assert len(sections()) == 12
+    assert len(sections()) == 13
     assert silent == []
     assert all(section.__doc__ for section in sections())
 

@@ -92,7 +92,7 @@ FAULTS: dict[str, Fault] = {
     # another kind of model
     "a plain Llama": (edit(architectures=["LlamaForCausalLM"]), {}, None, "error", "found LlamaForCausalLM"),
     "EAGLE 1 named for EAGLE3": (edit(architectures=["LlamaForCausalLMEagle"]), {}, None, "error", "LMEagle"),
-    "MLA drafter": (edit(architectures=["Eagle3DeepseekV2ForCausalLM"]), {}, None, "error", "Eagle3DeepseekV2"),
+    "MLA in name alone": (edit(architectures=["Eagle3DeepseekV2ForCausalLM"]), {}, None, "error", "the key 'kv_lora_rank'"),
     "two layers": (edit(num_hidden_layers=2), {}, None, "error", "num_hidden_layers: expected 1, found 2"),
     # tensors
     "no lm_head: a random head": (retensor(lambda t: t.pop("lm_head.weight")), {}, None, "error", "missing ['lm_head.we"),

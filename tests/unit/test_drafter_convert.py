@@ -219,7 +219,7 @@ def test_what_cannot_be_converted_leaves_nothing_behind(tmp_path: Path) -> None:
     other = read_target(llama_config(tmp_path / "target", vocab_size=320))
     refusals: list[tuple[type[EagleError], str, Any]] = [
         (CheckpointError, "missing", lambda to: convert(damaged, to, "sglang")),
-        (CheckpointError, "Eagle3DeepseekV2", lambda to: convert(latent, to, "sglang")),
+        (CheckpointError, "kv_lora_rank", lambda to: convert(latent, to, "sglang")),
         (CheckpointError, "another target: vocab_size", lambda to: convert(good, to, "sglang", target=other)),
         (ConfigError, "--to sglang", lambda to: convert(good, to, "speculators", engine=parse_engine("sglang"))),
         (ConfigError, "--target", lambda to: convert(good, to, "sglang", engine=parse_engine("sglang"))),

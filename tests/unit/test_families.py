@@ -23,9 +23,9 @@ from ray_eagle.serving.reference import load_engine
 from ray_eagle.target.attention import PACKED, group_queries
 from ray_eagle.target.capture import Stage, TokenPack
 from ray_eagle.target.generation import Decoder, Request
-from ray_eagle.target.loading import TargetFacts, head_and_embedding, load_model, load_tokenizer, read_facts
+from ray_eagle.target.loading import TargetFacts, head_and_embedding, load_tokenizer, read_facts
 from ray_eagle.target.logits import LogitRule
-from ray_eagle.target.stage import load_stage
+from ray_eagle.target.stage import load_model, load_stage
 from ray_eagle.target.tensors import OTHER_TOWERS, tensor_files
 from ray_eagle.training.losses import Objective, entering_counts, loss_weights
 from ray_eagle.training.packing import make_pack

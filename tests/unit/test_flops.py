@@ -8,7 +8,7 @@ import torch
 from ray_eagle.hidden_states.schema import Sample
 from ray_eagle.training.flops import pack_flops, peak_tflops
 from ray_eagle.training.packing import make_pack
-from tests.tiny import tiny_shape
+from tests.tiny import tiny_latent_shape, tiny_shape
 
 
 def sample(rng: random.Random, hidden: int) -> Sample:
@@ -32,13 +32,19 @@ def product(rows: int, inputs: int, outputs: int) -> int:
     return 2 * rows * inputs * outputs
 
 
+@pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_operations_equal_the_count_by_position(seed: int, everywhere: bool) -> None:
+def test_operations_equal_the_count_by_position(seed: int, everywhere: bool, latent: bool) -> None:
     rng = random.Random(seed)
-    shape, steps = tiny_shape(), rng.randint(1, 4)
+    shape, steps = tiny_latent_shape() if latent else tiny_shape(), rng.randint(1, 4)
     h, d, i = shape.hidden_size, shape.draft_vocab_size, shape.intermediate_size
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    v, queries, keys = q, product(1, 2 * h, q), 2 * product(1, 2 * h, kv)
+    if latent:  # rank 12 for queries, 10 for keys and values; widths 6 + 4 and 5
+        v = 4 * 5
+        queries = product(1, 2 * h, 12) + product(1, 12, 4 * (6 + 4))
+        keys = product(1, 2 * h, 10 + 4) + product(1, 10, 4 * (6 + 5))
     samples = [sample(rng, h) for _ in range(rng.randint(1, 4))]
     expected = 0
     for one in samples:
@@ -46,16 +52,16 @@ def test_operations_equal_the_count_by_position(seed: int, everywhere: bool) -> 
         taught = set()
         for t in range(length):
             expected += 2 * product(1, 3 * h, h)  # forward, and the weight's gradient
-            expected += 3 * (product(1, 2 * h, kv) + product(1, 2 * h, kv))
+            expected += 3 * keys
             for k in range(steps):
                 counts = t + 2 + k < length and all(mask[t + 1 : t + 3 + k])
                 if not counts and not (everywhere and t + 1 + k < length):
                     continue
-                expected += 3 * (product(1, 2 * h, q) + product(1, q, h) + 3 * product(1, h, i))
+                expected += 3 * (queries + product(1, v, h) + 3 * product(1, h, i))
                 if k:
-                    expected += 3 * (product(1, 2 * h, kv) + product(1, 2 * h, kv))
+                    expected += 3 * keys
                 for _ in range(t + 1 + k):  # keys of the document so far, and its own of later steps
-                    expected += 3 * (product(1, q, 1) + product(1, 1, q))
+                    expected += 3 * (product(1, q, 1) + product(1, 1, v))
                 if counts:
                     expected += 3 * product(1, h, d)
                     taught.add(t + 1 + k)

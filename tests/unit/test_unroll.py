@@ -14,7 +14,7 @@ from ray_eagle.training.losses import entering_counts, loss_weights
 from ray_eagle.training.packing import counting_depth, make_pack
 from ray_eagle.training.unroll import Unroll, score_steps, train_pack
 from ray_eagle.training.weights import Weights
-from tests.slow_unroll import counts, slow_unroll
+from tests.slow_unroll import SlowLayer, counts, plain_layer, slow_unroll
 from tests.tiny import tiny_drafter, tiny_shape
 
 GOLDEN = Path(__file__).parent / "eagle3_golden.safetensors"
@@ -143,15 +143,20 @@ def fast_loss(
 
 @pytest.mark.parametrize("seed", range(12))
 def test_loss_and_gradients_equal_the_loop_over_positions(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
     shape = tiny_shape(hidden=16, vocab=40, draft_vocab=(24, 40)[seed % 2])
-    steps = 1 + seed % 5
     drafter = tiny_drafter(shape, seed=seed).double()
+    assert_equal_to_loops(plain_layer(drafter, theta=10000.0), seed, steps=1 + seed % 5)
+
+
+def assert_equal_to_loops(layer: SlowLayer, seed: int, steps: int) -> None:
+    """Losses, gradients and what is right of the layer's drafter: positions that count, all positions, 32 bits."""
+    generator = torch.Generator().manual_seed(seed)
+    drafter, shape = layer.drafter, layer.shape
     embedding = torch.randn(40, 16, generator=generator, dtype=torch.float64)
     head = torch.randn(40, 16, generator=generator, dtype=torch.float64)
     samples = [random_sample(generator, shape, head) for _ in range(4)]
 
-    slow = slow_unroll(drafter, samples, embedding, head, steps, theta=10000.0)
+    slow = slow_unroll(layer, samples, embedding, head, steps)
     slow_total = slow.total(steps, 0.8)
     slow_gradients = torch.autograd.grad(slow_total, list(drafter.parameters()), allow_unused=True)
     cases = ((torch.float64, False, 1e-9), (torch.float64, True, 1e-9), (torch.float32, False, 1e-3))
