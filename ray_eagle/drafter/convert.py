@@ -3,6 +3,7 @@
 What the other format has no place for is carried along, so that converting back gives the same tensors and settings.
 """
 
+import errno
 import json
 import os
 import struct
@@ -25,6 +26,8 @@ from ray_eagle.target.tensors import tensor_files
 
 CHUNK = 16 << 20
 """Bytes copied at a time."""
+CANNOT = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of filesystems that cannot copy inside the kernel."""
 CARRIED = "converted_from"
 """Key of a config in SGLang's format with speculators' own settings."""
 ADDED = "ray_eagle_embedding"
@@ -241,11 +244,30 @@ def _write(contents: Contents, maps: dict[str, bytes], naming: Naming, path: Pat
 
 
 def _copy(stream: BinaryIO, start: int, size: int, sink: BinaryIO) -> None:
-    stream.seek(start)
-    left = size
-    while left:
-        data = stream.read(min(CHUNK, left))
-        if not data:
-            raise InputError(f"{stream.name}: expected {left} more bytes, found the end. The file changed meanwhile.")
-        sink.write(data)
-        left -= len(data)
+    """Append bytes of a file; a drafter's gigabytes do not pass through this process where the filesystem can copy."""
+    sink.flush()
+    at, end = start, start + size
+    while at < end:
+        copied = _copy_inside(stream, at, end - at, sink) or _copy_through(stream, at, end - at, sink)
+        if not copied:
+            raise InputError(
+                f"{stream.name}: expected {end - at} more bytes, found the end. The file changed meanwhile."
+            )
+        at += copied
+
+
+def _copy_inside(stream: BinaryIO, at: int, size: int, sink: BinaryIO) -> int:
+    """Bytes that the kernel copied; 0 where it cannot."""
+    try:
+        return os.copy_file_range(stream.fileno(), sink.fileno(), size, at)
+    except OSError as error:
+        if error.errno in CANNOT:
+            return 0
+        raise
+
+
+def _copy_through(stream: BinaryIO, at: int, size: int, sink: BinaryIO) -> int:
+    stream.seek(at)
+    written = sink.write(stream.read(min(CHUNK, size)))
+    sink.flush()
+    return written

@@ -1,6 +1,8 @@
 """`ray-eagle drafter convert`: the same drafter in another tool's format, and back without a bit lost."""
 
+import errno
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ray_eagle.drafter import convert as convert_module
 from ray_eagle.drafter.checkpoint import load_drafter, read_shape
 from ray_eagle.drafter.convert import CHUNK, convert
 from ray_eagle.drafter.engines import parse_engine
@@ -231,6 +234,26 @@ def test_what_cannot_be_converted_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="expected no folder, or an empty one"):
         convert(good, damaged, "sglang")
     assert describe(latent).problem and "latent attention" in describe(latent).family
+
+
+@pytest.mark.parametrize("error", [errno.EXDEV, errno.ENOSYS])
+def test_where_the_kernel_cannot_copy_the_file_is_the_same(
+    tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_folder(tmp_path / "source")
+    convert(source, tmp_path / "inside", "speculators")
+    asked: list[int] = []
+
+    def refuse(*_: Any) -> int:
+        asked.append(error)
+        raise OSError(error, "cannot")
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    convert(source, tmp_path / "through", "speculators")
+    assert asked and (tmp_path / "inside" / WEIGHTS).read_bytes() == (tmp_path / "through" / WEIGHTS).read_bytes()
+    monkeypatch.setattr(convert_module, "CHUNK", 1000)
+    convert(source, tmp_path / "pieces", "speculators")
+    assert (tmp_path / "inside" / WEIGHTS).read_bytes() == (tmp_path / "pieces" / WEIGHTS).read_bytes()
 
 
 def test_a_large_one_is_converted_in_bounded_memory(tmp_path: Path) -> None:
