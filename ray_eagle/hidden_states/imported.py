@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
 from ray_eagle.config import Config, ExtractConfig, StatesConfig, TargetConfig
 from ray_eagle.errors import DatasetError, InputError, explain
@@ -51,8 +52,7 @@ class Head:
 
     def normed(self, last_SH: Tensor) -> Tensor:
         """After the final RMSNorm."""
-        x = last_SH.float()
-        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.norm_H.float()).to(last_SH.dtype)
+        return rms_norm(last_SH.float(), self.norm_H.shape, self.norm_H.float(), self.eps).to(last_SH.dtype)
 
     def normed_share(self, last_SH: Tensor) -> float:
         """How many states have a root mean square of 1 once the norm's weight is divided out."""
@@ -101,9 +101,8 @@ class Importer(Extractor):
                 for s, x in zip(samples, read, strict=True)
             ]
         )
-        rows = [torch.tensor(s.loss_mask[1:]).nonzero()[:, 0] for s in samples]
         last_SH = torch.cat(
-            [to_device(x.last_TH[r].to(self.dtype), self.device) for r, x in zip(rows, read, strict=True)]
+            [to_device(x.last_TH[_rows(s)].to(self.dtype), self.device) for s, x in zip(samples, read, strict=True)]
         )
         if self.norm == "before":
             last_SH = self.head.normed(last_SH)
@@ -132,7 +131,7 @@ def find_norm(config: Config, facts: TargetFacts, samples: Sequence[TokenSample]
     given, following = [], []
     tried = 0
     for sample in samples:
-        rows = torch.tensor(sample.loss_mask[1:]).nonzero()[: TRIED - tried, 0]
+        rows = _rows(sample)[: TRIED - tried]
         found = read_sample(Path(config.states.path), sample.source_id, facts.hidden_size)
         given.append(found.last_TH[rows].float())
         following.append(found.ids_T[rows + 1])
@@ -151,6 +150,11 @@ def find_norm(config: Config, facts: TargetFacts, samples: Sequence[TokenSample]
         text = f"{surprise:.1f} nats a token, a blind guess has {math.log(facts.vocab_size):.1f}"
         raise _other(config, "states from which the target's head predicts the tokens that follow", text)
     return found_norm, told
+
+
+def _rows(sample: TokenSample) -> Tensor:
+    """[S]: positions that predict a supervised token."""
+    return torch.tensor(sample.loss_mask[1:]).nonzero()[:, 0]
 
 
 def _other(config: Config, expected: str, told: str) -> InputError:

@@ -6,6 +6,7 @@ them, and nothing in them is ever run (`weights_only`).
 
 import gzip
 import io
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,17 +45,29 @@ MASK, KEPT = "loss_mask", "attention_mask"
 
 @dataclass(frozen=True)
 class LooseSample:
-    """What one file holds, without padding."""
+    """What one file holds, without padding. States stay in the file until they are asked for."""
 
     project: str
     ids_T: Tensor
     """[T] int64."""
     mask_T: Tensor | None
     """[T] bool: what the assistant wrote; None where the file has no mask."""
-    aux_TC: Tensor
-    """[T, 3H], as stored."""
-    last_TH: Tensor
-    """[T, H], as stored."""
+    kept_T: Tensor | slice
+    """Which of the stored rows are no padding."""
+    stored_aux: Tensor
+    """[rows, 3H] or [rows, 3, H]."""
+    stored_last: Tensor
+    """[rows, H]."""
+
+    @property
+    def aux_TC(self) -> Tensor:
+        """[T, 3H], in the dtype of the file."""
+        return self.stored_aux[self.kept_T].flatten(1)
+
+    @property
+    def last_TH(self) -> Tensor:
+        """[T, H], in the dtype of the file."""
+        return self.stored_last[self.kept_T]
 
 
 def find_files(folder: Path) -> list[str]:
@@ -84,11 +97,11 @@ def read_sample(folder: Path, name: str, hidden_size: int) -> LooseSample:
     ids_T = _sample(file, tensors[layout.ids], 1).long()
     if layout.aux == layout.last:
         states_TLH = _sample(file, tensors[layout.aux], 3)
-        aux_TC, last_TH = states_TLH[:, :-1].flatten(1), states_TLH[:, -1]
+        aux, last = states_TLH[:, :-1], states_TLH[:, -1]
     else:
-        aux_TC, last_TH = (_sample(file, tensors[key], 2) for key in (layout.aux, layout.last))
+        aux, last = (_sample(file, tensors[key], 2) for key in (layout.aux, layout.last))
     mask_T = _sample(file, tensors[MASK], 1).bool() if MASK in tensors else None
-    shapes = tuple(aux_TC.shape), tuple(last_TH.shape)
+    shapes = (len(aux), math.prod(aux.shape[1:])), tuple(last.shape)
     wanted = (len(ids_T), 3 * hidden_size), (len(ids_T), hidden_size)
     if shapes != wanted or (mask_T is not None and mask_T.shape != ids_T.shape):
         masked = "" if mask_T is None else f", loss_mask {list(mask_T.shape)}"
@@ -98,12 +111,8 @@ def read_sample(folder: Path, name: str, hidden_size: int) -> LooseSample:
             f"hidden size of {hidden_size}",
             f"{list(shapes[0])} and {list(shapes[1])}{masked}",
         )
-    if KEPT in tensors:
-        kept_T = _sample(file, tensors[KEPT], 1).bool()
-        if not kept_T.all():
-            ids_T, aux_TC, last_TH = ids_T[kept_T], aux_TC[kept_T], last_TH[kept_T]
-            mask_T = None if mask_T is None else mask_T[kept_T]
-    return LooseSample(layout.project, ids_T, mask_T, aux_TC, last_TH)
+    kept_T = _sample(file, tensors[KEPT], 1).bool() if KEPT in tensors else slice(None)
+    return LooseSample(layout.project, ids_T[kept_T], None if mask_T is None else mask_T[kept_T], kept_T, aux, last)
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
