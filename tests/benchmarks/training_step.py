@@ -21,6 +21,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from ray_eagle.drafter.checkpoint import load_drafter
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.drafter.start import random_drafter
 from ray_eagle.hidden_states.schema import Sample
@@ -94,17 +95,24 @@ def random_batch(shape: Shape, share: float, device: torch.device, dtype: torch.
 
 
 def our_step(
-    shape: Shape, batch: Batch, steps: int, fp8: bool = False, everywhere: bool = False, compiles: bool = True
+    shape: Shape,
+    batch: Batch,
+    steps: int,
+    fp8: bool = False,
+    everywhere: bool = False,
+    compiles: bool = True,
+    start: Path | None = None,
 ) -> Running:
     """Ray Eagle's training core, as `Trainer` runs it. The draft vocabulary is the lowest ids."""
     device, dtype = batch.aux_BTC.device, batch.aux_BTC.dtype
-    drafter = random_drafter(
+    drafter = load_drafter(start) if start else random_drafter(
         DrafterShape(
             hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_attention_heads=shape.heads,
             num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim, vocab_size=shape.vocab,
             draft_vocab_size=shape.drafts, aux_layers=(1, 2, 3),
         ), 0,
-    ).to(device)  # fmt: skip
+    )  # fmt: skip
+    drafter.to(device)
     drafter.inverse_frequencies = drafter.inverse_frequencies.to(device)
     weights = Weights(drafter, dtype, eight_bits=fp8, pointwise=compiled() if compiles else PLAIN)
     optimizer = make_optimizer(drafter, lr=1e-4)
@@ -187,7 +195,7 @@ def tools(
     shape: Shape, share: float, steps: int, arguments: argparse.Namespace, batch: Batch
 ) -> Iterator[tuple[str, Callable[[], Running]]]:
     """Name and maker of each tool that was asked for."""
-    yield "ray_eagle", lambda: our_step(shape, batch, steps, compiles=not arguments.eager)
+    yield "ray_eagle", lambda: our_step(shape, batch, steps, compiles=not arguments.eager, start=arguments.drafter)
     if arguments.everywhere:
         yield "ray_eagle, every position", lambda: our_step(shape, batch, steps, everywhere=True)
     if arguments.fp8:
@@ -220,6 +228,7 @@ def main() -> None:
     parser.add_argument("--everywhere", action="store_true", help="also ours without leaving out any position")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--peers", nargs="*", choices=("speculators", "specforge"), help="without a name: both")
+    parser.add_argument("--drafter", type=Path, help="the folder that ours starts from; else random weights")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tflops", type=float, default=989.0, help="dense bf16 of the GPU, by its datasheet")
