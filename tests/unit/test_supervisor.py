@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from ray_eagle.errors import ServingError
 from ray_eagle.serving import supervisor
+from ray_eagle.serving.child import state_folder
 
 SERVER = """
 import signal, subprocess, sys, time
@@ -213,3 +215,22 @@ def test_owned_processes_are_found_by_their_mark(trees: Any) -> None:
     tree = trees()
     assert {pid for pid, mark in supervisor.owned().items() if mark == tree.mark} == tree.all
     assert os.getpid() not in supervisor.owned()
+
+
+def test_records_are_kept_where_only_this_user_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = state_folder()
+    assert folder == state_folder() and folder.parent.parent == tmp_path
+    for each in (folder, folder.parent):
+        each.chmod(0o770)
+        with pytest.raises(ServingError, match=r"written by others \(mode 770\).*Remove it, or set TMPDIR"):
+            state_folder()
+        each.chmod(0o700)
+    folder.parent.rename(tmp_path / "elsewhere")
+    (tmp_path / f"ray_eagle-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ServingError, match="is not a folder"):
+        state_folder()
+    monkeypatch.setattr(os, "getuid", lambda: 4242)
+    (tmp_path / "ray_eagle-4242").mkdir(mode=0o700)
+    with pytest.raises(ServingError, match="belongs to user"):
+        state_folder()
