@@ -78,6 +78,14 @@ def test_break_even_with_a_random_drafter(engine: Any) -> None:
         assert row.mean_context == pytest.approx(sum(len(p.input_ids) for p in PROMPTS) / 8 + 14.5)
 
 
+def test_two_servers_take_turns_and_each_is_the_same_all_along(tmp_path: Path) -> None:
+    engine = start(tmp_path, memory_share=0.4)
+    report = probed(engine, PROMPTS, 2)
+    engine.close()
+    assert report.plain_identical_share == 1.0 and report.sweep[0].prompts_timed == 4
+    assert not any("one after the other" in note for note in report.notes)
+
+
 @pytest.mark.parametrize(
     ("mode", "env", "message"),
     [
