@@ -97,7 +97,7 @@ class Dialect(Protocol):
 
 
 @dataclass(frozen=True)
-class Server:
+class Running:
     """A child process and how it decodes."""
 
     child: Child
@@ -115,9 +115,9 @@ class ServerEngine:
         self._drafter = as_read(self._drafter_folder(), dialect.reads(), models, Path(self._scratch.name))
         self._side_by_side = both_fit(config)
         self._gate = _Gate()
-        self._servers: dict[bool, Server] = {}
+        self._servers: dict[bool, Running] = {}
         """Those that are up, by whether they speculate."""
-        self._current: Server | None = None
+        self._current: Running | None = None
         self._failed = ""
         self._closed = False
         try:
@@ -150,7 +150,7 @@ class ServerEngine:
                 self._failed = str(error)
                 self._stop()
                 raise
-            self._current = self._servers[drafts] = Server(child, speculation)
+            self._current = self._servers[drafts] = Running(child, speculation)
             self._failed = ""
         if self._closed:  # meanwhile
             self.close()
@@ -216,7 +216,7 @@ class ServerEngine:
         self._stop()
         self._scratch.cleanup()
 
-    def _stop(self, all_but: Server | None = None) -> None:
+    def _stop(self, all_but: Running | None = None) -> None:
         for drafts, server in list(self._servers.items()):
             if server is not all_but:
                 self._servers.pop(drafts, None)
@@ -245,7 +245,7 @@ class ServerEngine:
         window = full_batch(answers) if len(work) == concurrency else NOTHING
         return [_generation(each, answer, now.speculation, window) for each, answer in zip(work, answers, strict=True)]
 
-    def _running(self) -> Server:
+    def _running(self) -> Running:
         now = self._current
         if now is None:
             raise ServingError(self._failed or f"{self._dialect.name}: the server is being restarted. Ask again later.")
