@@ -57,6 +57,7 @@ def int4(packed_NW: Tensor, scale_N1: Tensor) -> Tensor:
 
 
 def scaled(weight: Tensor, scale: Tensor) -> Tensor:
+    """Of one shape, or [N, C] and [N, 1]."""
     return (weight.float() * scale.float()).bfloat16()
 
 
@@ -75,9 +76,8 @@ class OnePass:
         """[..., O, C] of packed [..., O, P] and scales [..., O, groups]; None where it cannot be compiled."""
         if self.fails or packed.shape[-1] % scale.shape[-1]:
             return None
-        if self._compiled is None:
-            self._compiled = compile_rows(self._function, self._backend)
         try:
+            self._compiled = self._compiled or compile_rows(self._function, self._backend)
             found = self._compiled(packed.contiguous().view(scale.numel(), -1), scale.contiguous().view(-1, 1))
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
