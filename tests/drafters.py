@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ray_eagle.drafter.checkpoint import save_drafter, sglang_config
+from ray_eagle.drafter.checkpoint import save_drafter
 from ray_eagle.drafter.files import WEIGHTS
+from ray_eagle.drafter.sglang import sglang_config
 from ray_eagle.drafter.shape import DrafterShape
 from tests.tiny import tiny_drafter, tiny_shape
 
@@ -77,7 +78,7 @@ def tiny_folder(folder: Path, *changes: Damage, dtype: torch.dtype = torch.bfloa
 def sparse_drafter(folder: Path, shape: DrafterShape) -> Path:
     """A folder of true size whose weights are a hole: header and map are real (offsets 0: the first D tokens)."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(sglang_config(shape, torch.bfloat16)))
+    (folder / "config.json").write_text(json.dumps(sglang_config(shape, "bfloat16")))
     header: dict[str, Any] = {}
     end = 0
     for name, size in shape.tensors().items():

@@ -4,7 +4,6 @@ tools are read as well, as far as their drafter is a plain EAGLE-3 layer.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -12,44 +11,9 @@ from safetensors.torch import save_file
 from ray_eagle.drafter.contents import check_map, read_contents, read_map, tensor_faults
 from ray_eagle.drafter.files import WEIGHTS, fault, read_tensors
 from ray_eagle.drafter.model import Drafter
+from ray_eagle.drafter.sglang import sglang_config
 from ray_eagle.drafter.shape import DrafterShape
-from ray_eagle.drafter.speculators import LAYERS
-from ray_eagle.drafter.variant import ARCHITECTURE, LATENT, fit_faults, read_variant, refuse_untrainable
-
-
-def sglang_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of the folder, RoPE in the new and the old keys, layer ids nested for SGLang and on top for vLLM."""
-    rope = dict(shape.rope_parameters)
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    attention = shape.latent.model_dump() if shape.latent else {"head_dim": shape.head_dim}
-    return {
-        "architectures": [LATENT if shape.latent else ARCHITECTURE],
-        # not deepseek_v3, which vLLM takes for DeepSeek's own multi-token prediction; SGLang and vLLM know this one
-        "model_type": "kimi_k2" if shape.latent else "llama",
-        "hidden_act": "silu",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        **attention,
-        "num_hidden_layers": 1,
-        "vocab_size": shape.vocab_size,
-        "draft_vocab_size": shape.draft_vocab_size,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_parameters": rope,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if rope.get("rope_type", "default") == "default" else scaling,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "eagle_config": {
-            LAYERS: list(shape.aux_layers),
-            "use_aux_hidden_state": True,
-        },
-        LAYERS: list(shape.aux_layers),
-    }
+from ray_eagle.drafter.variant import fit_faults, read_variant, refuse_untrainable
 
 
 def save_drafter(drafter: Drafter, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -63,7 +27,8 @@ def save_drafter(drafter: Drafter, folder: Path, dtype: torch.dtype = torch.bflo
     temporary = folder / f".{WEIGHTS}.tmp"
     save_file(tensors, temporary, metadata={"format": "pt"})
     temporary.replace(folder / WEIGHTS)
-    (folder / "config.json").write_text(json.dumps(sglang_config(drafter.shape, dtype), indent=2) + "\n")
+    config = sglang_config(drafter.shape, str(dtype).removeprefix("torch."))
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     check_drafter(folder)
 
 

@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-
-from ray_eagle.drafter.checkpoint import sglang_config
 from ray_eagle.drafter.contents import MAPS, Contents, check_map, read_contents, read_map, tensor_faults
 from ray_eagle.drafter.engines import Engine
 from ray_eagle.drafter.files import FLOAT_DTYPES, SAFETENSORS_DTYPES, WEIGHTS, read_config, read_stored
 from ray_eagle.drafter.names import EMBEDDING, LAYER_0, MIDLAYER, Naming
+from ray_eagle.drafter.sglang import sglang_config
 from ray_eagle.drafter.speculators import LAYERS, NESTED, speculators_config
 from ray_eagle.drafter.variant import MARK, Format, Outputs, Variant, read_variant, target_faults
 from ray_eagle.errors import ConfigError, InputError, TargetError
@@ -32,7 +30,7 @@ CARRIED = "converted_from"
 """Key of a config in SGLang's format with speculators' own settings."""
 ADDED = "ray_eagle_embedding"
 """Key of a Llama config in speculators' format whose embedding was copied from the target here, and goes on the way back."""
-TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 STATED = ("architectures", "eagle_config", LAYERS, MARK, CARRIED, ADDED)
 """Keys of a config that are written anew."""
 
@@ -176,7 +174,7 @@ def _config(
 ) -> dict[str, Any]:
     nested = source.get(NESTED) if variant.format == "speculators" else source
     assert isinstance(nested, dict)  # by read_variant
-    dtype = next(TORCH[t.dtype] for t in contents.stored.values() if t.dtype in TORCH)
+    dtype = next(TORCH_NAMES[t.dtype] for t in contents.stored.values() if t.dtype in TORCH_NAMES)
     layer = sglang_config(variant.shape, dtype)
     layer |= {key: value for key, value in nested.items() if key not in layer and key not in STATED}
     eagle = {key: value for key, value in (nested.get("eagle_config") or {}).items() if key != LAYERS}

@@ -19,9 +19,10 @@ from torch.nn.functional import linear
 
 from ray_eagle.errors import TargetError, explain
 from ray_eagle.target.tensors import LAYER, OTHER_TOWERS, open_tensors
+from ray_eagle.target.unpacking import unpack_int4, unpack_scaled
 
 UNPACKED_BYTES = 2**29
-"""Unpacked weights at one time; what unpacking needs for a moment is about three times as much, so 2 GiB in all."""
+"""Unpacked weights at one time; where it goes step by step, unpacking needs three times as much for a moment: 2 GiB in all."""
 EXPERT = re.compile(r"^(?P<experts>.*)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj)$")
 SCALED = ("float-quantized", "int-quantized", "naive-quantized")
 DEFAULT_GATE = "_default_apply_gate"
@@ -38,28 +39,6 @@ class Packing:
     scale: str
     unpack: Callable[[Tensor, Tensor], Tensor]
     """The packed tensor [..., O, P] and its scales -> [..., O, C] in the scales' precision, bfloat16 at least."""
-
-
-def unpack_int4(packed: Tensor, scale: Tensor) -> Tensor:
-    """compressed-tensors' `pack-quantized`: eight values of 4 bits an int32 along the columns, lowest first, each plus 8.
-
-    `packed` [..., O, C/8] int32, `scale` [..., O, groups]; returns [..., O, C] in the scale's dtype.
-    """
-    two_a_byte = packed.contiguous().view(torch.uint8)
-    values = torch.stack((two_a_byte & 15, two_a_byte >> 4), dim=-1).flatten(-2)
-    groups = values.to(scale.dtype).sub_(8).unflatten(-1, (scale.shape[-1], -1))
-    return groups.mul_(scale[..., None]).flatten(-2)
-
-
-def unpack_scaled(weight: Tensor, scale: Tensor, block: tuple[int, int] | None = None) -> Tensor:
-    """One number a weight (float8 or int8) times its scale in float32, rounded to bfloat16.
-
-    `weight` [..., O, C]; `scale` [..., O, 1], or one a `block` of rows and columns, of which the last ones may be cut.
-    """
-    if block:
-        scale = scale.repeat_interleave(block[0], -2)[..., : weight.shape[-2], :]
-        scale = scale.repeat_interleave(block[1], -1)[..., : weight.shape[-1]]
-    return (weight.float() * scale.float()).bfloat16()
 
 
 def packing_of(config: dict[str, Any], where: Path) -> Packing | None:
@@ -158,7 +137,11 @@ class PackedExperts(nn.Module):
         return back_PH.unflatten(0, chosen_TK.shape).sum(1).to(hidden_TH.dtype)
 
     def _unpacked(self, pair: tuple[Tensor, Tensor], experts: list[int], dtype: torch.dtype) -> Tensor:
-        packed, scale = (torch.stack([tensor[expert] for expert in experts]) for tensor in pair)
+        first, end = experts[0], experts[-1] + 1
+        if end - first == len(experts):  # as in any large pack
+            packed, scale = (tensor[first:end] for tensor in pair)
+        else:
+            packed, scale = (torch.stack([tensor[expert] for expert in experts]) for tensor in pair)
         return self.packing.unpack(packed, scale).to(dtype)
 
     def fill(self, take: Take) -> None:

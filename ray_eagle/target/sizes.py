@@ -1,6 +1,7 @@
 """What of a target a drafter has to fit, from config.json alone: milliseconds, whatever the target's size."""
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +19,9 @@ LATENT = READ_BY_FIRST_ID
 SIZES = (
     "num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
 )  # fmt: skip
-"""What a nested config must say itself to be taken as it is."""
+"""What a nested config must say itself to be taken as it is,"""
+FITS = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings", "rope_theta")
+"""and what it must say where no more is asked: whether a drafter fits."""
 FULL = "full_attention"
 Size = Annotated[int, Field(gt=0)]
 
@@ -84,7 +87,7 @@ class TargetSizes:
 
 def read_target(folder: Path) -> TargetSizes:
     """From config.json alone, nested ones (Kimi's) too. Raises TargetError when it lacks a key."""
-    text = read_text_config(folder)
+    text = read_text_config(folder, FITS)
     try:
         return TargetSizes(
             path=folder,
@@ -94,7 +97,7 @@ def read_target(folder: Path) -> TargetSizes:
             vocab_size=text["vocab_size"],
             max_position_embeddings=text.get("max_position_embeddings", 2048),
             rope=text_rope(text),
-            latent_attention=bool(text.get("kv_lora_rank")),
+            latent_attention=bool(text.get("kv_lora_rank")) or text.get("model_type") in LATENT,
             quantised=bool(text.get("quantization_config")),
             architectures=tuple(text.get("architectures") or ()),
         )
@@ -114,18 +117,22 @@ def read_config(path: Path) -> dict[str, Any]:
     return raw
 
 
-def read_text_config(path: Path) -> dict[str, Any]:
-    """config.json of a model folder, with the language model's own settings on top where several models are one."""
+def read_text_config(path: Path, needed: Collection[str] = SIZES) -> dict[str, Any]:
+    """config.json of a model folder, with the language model's own settings on top where several models are one.
+
+    `needed`: the settings that the caller cannot do without. Where one is not written, transformers' defaults are beneath.
+    """
     raw = read_config(path)
     text = raw.get("text_config")
     if not isinstance(text, dict):
         return raw
-    return {**(_defaults(text) if any(key not in text for key in SIZES) else {}), **raw, **text}
+    written = text.keys() | ({"rope_theta"} if "rope_parameters" in text else set())
+    return {**({} if written >= set(needed) else _defaults(text)), **raw, **text}
 
 
 def _defaults(text: dict[str, Any]) -> dict[str, Any]:
     """The nested settings as transformers completes them: what equals its defaults is often not written (Gemma 3)."""
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING  # seconds, with torch: most targets say everything themselves
 
     kind = text.get("model_type")
     try:

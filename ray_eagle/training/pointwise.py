@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ray_eagle.compiling import compile_rows
 from ray_eagle.drafter.model import latent_keys_values, latent_queries, rms_norm, rotate_half
 from ray_eagle.errors import WorkerError
 
@@ -129,30 +130,21 @@ PLAIN = Pointwise()
 
 def compiled(backend: str = "inductor") -> Pointwise:
     """Compiled for any number of rows; every other size is a constant of the kernels."""
-    return Pointwise(**{f.name: compile_rows(getattr(PLAIN, f.name), backend) for f in fields(Pointwise)})
+    return Pointwise(**{f.name: _compiled(getattr(PLAIN, f.name), backend) for f in fields(Pointwise)})
 
 
-def compile_rows(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
-    """A pure function of tensors with the same number of rows, compiled for any such number."""
-    fast = torch.compile(function, backend=backend)
+def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    fast = compile_rows(function, backend)
 
     def call(*arguments: Any) -> Any:
-        rows = arguments[0].shape[0]
-        if rows < 2:  # 0 and 1 are constants to the compiler: they would cost a compilation each
-            return function(*arguments)
-        for argument in arguments:
-            if isinstance(argument, Tensor) and argument.dim() > 1:
-                torch._dynamo.maybe_mark_dynamic(argument, 0)
-        # or heads and widths become symbols when queries, and keys with values, come in turn
-        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-            try:
-                return fast(*arguments)
-            except RuntimeError as error:
-                if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
-                    raise
-                raise WorkerError(
-                    f"train: torch.compile failed on {function.__name__!r}: {str(error).strip().splitlines()[0]}. It needs a "
-                    "C compiler on every training node; or set train.compile to false."
-                ) from error
+        try:
+            return fast(*arguments)
+        except RuntimeError as error:
+            if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
+                raise
+            raise WorkerError(
+                f"train: torch.compile failed on {function.__name__!r}: {str(error).strip().splitlines()[0]}. It needs a "
+                "C compiler on every training node; or set train.compile to false."
+            ) from error
 
     return call

@@ -18,7 +18,7 @@ from tests.states import capture_pack
 from tests.tiny import VOCAB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-GPU = torch.device("cuda")
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def samples_of(seed: int) -> list[tuple[list[int], list[int]]]:
@@ -86,15 +86,37 @@ def run(stages: list[Stage], pack: TokenPack) -> list[torch.Tensor]:
     return [*(aux[layer] for layer in sorted(aux)), output.last_SH, output.top1_S, output.lse_S]
 
 
+def states(folder: Path, dtype: str, device: torch.device) -> torch.Tensor:
+    """[T, 3H] float32 on the CPU: the aux states of `samples_of(1)` as a whole target in `dtype` on the device has them."""
+    config = TargetConfig(path=str(folder), dtype=dtype)
+    facts = read_facts(config)
+    stage = load_stage(facts, config, device)
+    captured = capture_pack(stage.parts, facts.aux_layers, samples_of(1), torch.float32)
+    return torch.cat([sample.aux_TC for sample in captured])
+
+
+def distances(states_TC: torch.Tensor, truth_TC: torch.Tensor) -> torch.Tensor:
+    """[T]: how far each token's states are from the true ones, by the length of those."""
+    return (states_TC - truth_TC).norm(dim=-1) / truth_TC.norm(dim=-1)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_states_on_the_gpu_are_close_to_the_cpu_in_float32(tmp_path: Path, family: str) -> None:
-    """bfloat16 rounding, and experts flipped by it: most tokens within 5 %."""
-    folder = str(FAMILIES[family](tmp_path / "t"))
-    states = []
-    for dtype, device in (("bfloat16", GPU), ("float32", torch.device("cpu"))):
-        config = TargetConfig(path=folder, dtype=dtype)
-        facts = read_facts(config)
-        stage = load_stage(facts, config, device)
-        states.append(capture_pack(stage.parts, facts.aux_layers, samples_of(1), torch.float32))
-    gpu_TC, cpu_TC = (torch.cat([s.aux_TC for s in captured]) for captured in states)
-    assert ((gpu_TC - cpu_TC).norm(dim=-1) / cpu_TC.norm(dim=-1)).quantile(0.9) < 0.05
+def test_packed_states_in_float32_on_the_gpu_equal_those_on_the_cpu(tmp_path: Path, family: str) -> None:
+    """Every token. On a CPU float32 differs from float64 by at most 7e-6, in any of the families."""
+    folder = FAMILIES[family](tmp_path / "t")
+    assert distances(states(folder, "float32", GPU), states(folder, "float32", CPU)).max() < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_states_in_bfloat16_on_the_gpu_are_as_close_to_float32_as_on_the_cpu(
+    tmp_path: Path, family: str
+) -> None:
+    """By the median token, and the one at three quarters: beyond, rounding flips experts, and a token's state is another one.
+
+    How far that is depends on the family: 1 to 6 %. Two kernels on one CPU differ in these by 16 % at most.
+    """
+    folder = FAMILIES[family](tmp_path / "t")
+    truth = states(folder, "float32", CPU)
+    gpu, cpu = (distances(states(folder, "bfloat16", device), truth) for device in (GPU, CPU))
+    for share in (0.5, 0.75):
+        assert gpu.quantile(share) < 1.5 * cpu.quantile(share)

@@ -1,13 +1,15 @@
 """The commands `ray-eagle drafter show`, `check` and `convert` as a user runs them."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from ray_eagle.cli import app
-from tests.drafters import edit, llama_config, tiny_folder
+from tests.drafters import AQ_MEDAI, edit, kimi_config, llama_config, sparse_drafter, tiny_folder
 
 
 def run(*words: object) -> tuple[int, str, str]:
@@ -75,3 +77,23 @@ def test_convert_writes_what_check_then_accepts(folder: Path, tmp_path: Path) ->
     assert code == 2 and "expected three ids, ascending" in err
     code, _, err = run("convert", folder, tmp_path / "x")
     assert code == 1 and "expected no folder, or an empty one" in err
+
+
+def test_no_command_waits_for_torch_or_transformers(tmp_path: Path) -> None:
+    """Which take seconds to import. On the founding drafter, a sixteenth as wide, and a Kimi target, whose config is nested."""
+    narrow = AQ_MEDAI.model_copy(update={"hidden_size": 448, "num_attention_heads": 4, "num_key_value_heads": 4})
+    drafter = sparse_drafter(tmp_path / "drafter", narrow)
+    target = kimi_config(tmp_path / "target", hidden_size=448)
+    commands = [
+        ["show", drafter],
+        ["check", drafter, "--target", target, "--engine", "reference"],
+        ["convert", drafter, tmp_path / "new", "--to", "speculators", "--target", target],
+    ]
+    program = (
+        "import json, sys; from ray_eagle.cli import app; code = app(json.loads(sys.argv[1]), standalone_mode=False); "
+        "sys.exit(code or ', '.join({'torch', 'transformers', 'ray'} & sys.modules.keys()) or 0)"
+    )
+    for words in commands:
+        given = json.dumps(["drafter", *map(str, words)])
+        ended = subprocess.run([sys.executable, "-c", program, given], capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr) == (0, ""), words
