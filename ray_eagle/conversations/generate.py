@@ -23,6 +23,7 @@ from ray_eagle.conversations.remote import answer_batches
 from ray_eagle.conversations.states import import_conversations
 from ray_eagle.conversations.template import injected_system
 from ray_eagle.errors import InputError
+from ray_eagle.lock import Lock
 from ray_eagle.pool import ActorPool, Member, this_node
 from ray_eagle.progress import Progress, Rate
 from ray_eagle.run import Folder, RunFolder
@@ -84,24 +85,25 @@ class Generator:
 def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress) -> Outcome:
     """Conversations from the prompts or conversations of the input; write part-*.jsonl, rejected.jsonl and summary.json.
 
-    What a committed part holds is not made again. Raises InputError when no row of the input can be used.
+    What a committed part holds is not made again. Raises InputError when no row of the input can be used, LockedError
+    while another driver generates into this run.
     """
-    settings = config.generate
     folder = run.of("generate")
-    if config.states.path:
-        import_conversations(config, folder, facts, progress)
-        return _finish(config, folder, facts, "", progress)
-    tokenizer = load_tokenizer(facts, config.target)
-    system = check_template_system(tokenizer, settings, progress)
-    if settings.answers == "keep":
-        progress.say(
-            "generate: warning: keeping the answers of the file. Text that the target did not write trains a worse drafter; "
-            "generate.answers: regenerate lets the target write it."
-        )
-        keep_answers(config, folder, facts, progress)
-    else:
-        _regenerate(config, folder, facts, tokenizer, progress)
-    return _finish(config, folder, facts, system, progress)
+    with Lock(folder):
+        if config.states.path:
+            import_conversations(config, folder, facts, progress)
+            return _finish(config, folder, facts, "", progress)
+        tokenizer = load_tokenizer(facts, config.target)
+        system = check_template_system(tokenizer, config.generate, progress)
+        if config.generate.answers == "keep":
+            progress.say(
+                "generate: warning: keeping the answers of the file. Text that the target did not write trains a worse "
+                "drafter; generate.answers: regenerate lets the target write it."
+            )
+            keep_answers(config, folder, facts, progress)
+        else:
+            _regenerate(config, folder, facts, tokenizer, progress)
+        return _finish(config, folder, facts, system, progress)
 
 
 def _finish(config: Config, folder: Folder, facts: TargetFacts, system: str, progress: Progress) -> Outcome:
