@@ -8,7 +8,6 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
 
 from ray_eagle.cluster import ensure_resources, marked
@@ -30,7 +29,7 @@ from ray_eagle.run import Folder, RunFolder
 from ray_eagle.stage import Outcome
 from ray_eagle.target.attention import group_queries
 from ray_eagle.target.generation import Decoder, Request, eos_ids
-from ray_eagle.target.loading import TargetFacts, load_tokenizer
+from ray_eagle.target.loading import TargetFacts, load_tokenizer, take_device
 from ray_eagle.target.stage import load_model
 
 CUT_SHORT = 1000
@@ -41,11 +40,10 @@ class Generator:
     """Holds the target and answers batches; the body of one actor."""
 
     def __init__(self, target: TargetConfig, facts: TargetFacts, settings: GenerateConfig, seed: int) -> None:
-        torch.set_num_threads(max(1, round(settings.cpus)))
         self.settings = settings
         self.seed = seed
         self.tokenizer = load_tokenizer(facts, target)
-        self.model = load_model(facts, target, torch.device("cuda" if settings.gpus else "cpu"))
+        self.model = load_model(facts, target, take_device(settings.cpus, settings.gpus))
         group_queries(self.model)
         self.eos = eos_ids(self.model, self.tokenizer)
         # a repetition penalty of the model's own would make another text than the teacher's and the server's

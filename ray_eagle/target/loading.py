@@ -149,6 +149,12 @@ def _weights_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
+def take_device(cpus: float, gpus: float) -> torch.device:
+    """Where an actor with these shares of its machine computes; on the CPU with as many threads as `cpus`."""
+    torch.set_num_threads(max(1, round(cpus)))
+    return torch.device("cuda" if gpus else "cpu")
+
+
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto`: bfloat16 on GPUs and on CPUs with bf16 instructions, else float32."""
     if name != "auto":
