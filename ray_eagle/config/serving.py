@@ -36,6 +36,9 @@ class ServeConfig(Section):
     """Longest context that the server accepts. Default: the target's."""
     memory_share: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of GPU memory for weights and cache. Default: the server's own choice."""
+    side_by_side: bool | None = None
+    """Keep a second server without speculation beside the first (sglang, vllm), so that probes alternate between both and a
+    machine whose speed drifts does not tilt break-even. Each takes memory_share. Default: where that is at most 0.45."""
     max_running: Positive = 16
     """Requests decoded together at most; CUDA graphs are captured up to this batch size."""
     version: str | None = None

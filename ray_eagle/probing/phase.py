@@ -61,6 +61,10 @@ class Phase:
                 "(serve.memory_share, serve.context_length)."
             )
 
+    def resume(self) -> None:
+        """Decode so again, after another phase had its turn on an engine that holds both ready."""
+        self._client.configure(self.facts.speculation)
+
     def ask(self, **request: Any) -> list[GenerateReply]:
         """`decode` of the client, counted."""
         self._asked += 1
@@ -80,7 +84,7 @@ class Phase:
             few = {**request, "max_new_tokens": min(WARM_UP_TOKENS, request["max_new_tokens"])}
             ids = [prompts[numbers[i % len(numbers)]].input_ids for i in range(concurrency)]
             self.ask(prompts=ids, concurrency=concurrency, **few)
-        for batch in _batches(numbers, concurrency):
+        for batch in batches(numbers, concurrency):
             ids = [prompts[number].input_ids for number in batch]
             replies = self.ask(prompts=ids, concurrency=concurrency, **request)
             made.update(zip(batch, replies, strict=True))
@@ -124,6 +128,6 @@ def untimed_notes(phases: Sequence[Phase]) -> list[str]:
     return notes
 
 
-def _batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+def batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
     for first in range(0, len(numbers), size):
         yield numbers[first : first + size]

@@ -1,13 +1,15 @@
 """Measure several settings at several concurrencies, on an engine that restarts to change how it drafts.
 
-Each setting is one start of the server: all prompts at the first concurrency, some at the others. Then the server starts
-once more without speculation, for the baseline of all of them and to compare the text. What a measurement would silently
-get wrong is refused: simulated acceptance, a server that restarted in between, fewer requests at once than asked, requests
+Each setting is one start of the server: all prompts at the first concurrency, some at the others. The baseline, which is
+also the text to compare with, comes from a server without speculation: in turns of a few prompts where the engine holds both
+ready, so that a machine whose speed drifts slows both alike; else from one more start at the end. What a measurement would
+silently get wrong is refused: simulated acceptance, a server that restarted in between, fewer requests at once than asked, requests
 of others.
 """
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +18,7 @@ from ray_eagle.errors import InputError
 from ray_eagle.probing.acceptance import acceptance
 from ray_eagle.probing.breakeven import speedup
 from ray_eagle.probing.differences import differences_from, faults_of, plain_gaps, unchecked_notes
-from ray_eagle.probing.phase import BatchClient, Phase, Replies, as_found, untimed_notes
+from ray_eagle.probing.phase import BatchClient, Phase, Replies, as_found, batches, untimed_notes
 from ray_eagle.probing.probe import Client, Predict, Progress, run_breakeven, run_probe
 from ray_eagle.probing.reports import (
     Bootstrap,
@@ -37,6 +39,13 @@ from ray_eagle.probing.speed import pool, speedup_interval
 from ray_eagle.serving.engine import Speculation
 from ray_eagle.serving.generation import complete_passes
 from ray_eagle.serving.messages import GenerateReply
+
+DRIFT = (
+    "Plain and speculative decoding were timed one after the other, on servers that started apart: a machine whose speed drifts "
+    "tilts break-even. Where two copies of the target fit, serve.side_by_side times them in turns."
+)
+ROUND = 8
+"""Prompts, at least, that one side decodes before it is the other's turn: a second or so."""
 
 
 class ProbeClient(Client, BatchClient, Protocol):
@@ -115,31 +124,30 @@ def run_sweep(
     settings, first = list(dict.fromkeys(settings)), concurrencies[0]
     both_ways = {c: evenly(len(prompts), _enough(plain_prompts, c)) for c in concurrencies}
     plan = {c: list(range(len(prompts))) if c == first else both_ways[c] for c in concurrencies}
-    total = len(settings) * sum(map(len, plan.values())) + sum(map(len, both_ways.values()))
-    tick = _Ticker(progress, total)
     request = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    speculative, phases = _speculating(client, prompts, settings, plan, request, tick)
-    plainly = Phase(client, None, max(concurrencies))
-    plain = {c: plainly.decode(prompts, both_ways[c], c, request, tick) for c in concurrencies}
+    made = _decode(client, prompts, settings, plan, both_ways, request, progress)
+    speculative, plain, plainly = made.speculative, made.plain, made.plainly
     differing: dict[Speculation, list[Difference]] = {setting: [] for setting in settings}
     if not temperature:
-        pairs = {setting: (speculative[setting, first], plain[first]) for setting in settings}
+        pairs = {setting: (speculative[setting, first], plain[setting, first]) for setting in settings}
         gaps = plain_gaps(plainly.ask, prompts, list(pairs.values()))
-        for setting, (made, reference) in pairs.items():
-            differing[setting] = differences_from(prompts, _in_order(made, len(prompts)), reference, gaps)
+        for setting, (drafted, reference) in pairs.items():
+            differing[setting] = differences_from(prompts, _in_order(drafted, len(prompts)), reference, gaps)
     plainly.finish()
 
     rows = [
-        _row(setting, c, speculative[setting, c], plain[c], bootstrap) for setting in settings for c in concurrencies
+        _row(setting, c, speculative[setting, c], plain[setting, c], bootstrap)
+        for setting in settings
+        for c in concurrencies
     ]
     rows = [row.model_copy(update={"best": row.speedup == _fastest(rows, row.concurrency)}) for row in rows]
     best = settings[max(range(len(settings)), key=lambda i: rows[i * len(concurrencies)].speedup)]
     predicted = predict(best.steps) if best.topk == 1 and not temperature else None
-    told = phases[settings.index(best)].facts
+    told = made.phases[settings.index(best)].facts
     report = build_report(
         prompts,
         _in_order(speculative[best, first], len(prompts)),
-        plain[first],
+        plain[best, first],
         differing[best],
         steps=best.steps,
         max_new_tokens=max_new_tokens,
@@ -156,7 +164,7 @@ def run_sweep(
         "temperature": temperature,
         "engine": f"{told.name} {told.version}".strip(),
         "sweep": rows,
-        "notes": [*report.notes, *_best_notes(rows), *unchecked_notes(differing), *untimed_notes([*phases, plainly])],
+        "notes": [*report.notes, *made.notes(), *_best_notes(rows), *unchecked_notes(differing)],
     }
     return report.model_copy(update=decoded)
 
@@ -177,16 +185,13 @@ def run_breakeven_sweep(
     _need(prompts, settings, concurrencies)
     settings = list(dict.fromkeys(settings))
     numbers = list(range(len(prompts)))
-    tick = _Ticker(progress, (len(settings) + 1) * len(concurrencies) * len(numbers))
     request = {"max_new_tokens": max_new_tokens}
     plan = dict.fromkeys(concurrencies, numbers)
-    speculative, phases = _speculating(client, prompts, settings, plan, request, tick)
-    plainly = Phase(client, None, max(concurrencies))
-    plain = {c: plainly.decode(prompts, numbers, c, request, tick) for c in concurrencies}
-    plainly.finish()
+    made = _decode(client, prompts, settings, plan, plan, request, progress)
+    made.plainly.finish()
     rows: list[BreakevenRow] = []
-    for (setting, c), replies in speculative.items():
-        timings = [t for i in plain[c] if (t := timing(replies[i], plain[c][i]))]
+    for (setting, c), replies in made.speculative.items():
+        timings = [t for i, plain in made.plain[setting, c].items() if (t := timing(replies[i], plain))]
         rows.append(
             breakeven_row(
                 pool(timings, confidence=confidence, resamples=resamples, seed=seed),
@@ -201,28 +206,65 @@ def run_breakeven_sweep(
         max_new_tokens=max_new_tokens,
         prompts=len(prompts),
         rows=rows,
-        notes=[*context_notes(float(np.mean([row.mean_context for row in rows]))), *untimed_notes([*phases, plainly])],
+        notes=[*context_notes(float(np.mean([row.mean_context for row in rows]))), *made.notes()],
     )
 
 
-def _speculating(
+@dataclass
+class _Decoded:
+    """Answers of each setting at each concurrency, beside plain ones to some of the prompts."""
+
+    speculative: dict[tuple[Speculation, int], Replies] = field(default_factory=dict)
+    plain: dict[tuple[Speculation, int], Replies] = field(default_factory=dict)
+    phases: list[Phase] = field(default_factory=list)
+    """Of the settings."""
+    plainly: Phase = field(init=False)
+    """The baseline's, which still decodes."""
+    in_turns: bool = False
+
+    def notes(self) -> list[str]:
+        """What the times do not rest on, and what may tilt them."""
+        return [*([] if self.in_turns else [DRIFT]), *untimed_notes([*self.phases, self.plainly])]
+
+
+def _decode(
     client: BatchClient,
     prompts: Sequence[ProbePrompt],
     settings: Sequence[Speculation],
     plan: dict[int, list[int]],
+    both_ways: dict[int, list[int]],
     request: dict[str, Any],
-    tick: "_Ticker",
-) -> tuple[dict[tuple[Speculation, int], Replies], list[Phase]]:
-    """Answers of each setting at each concurrency of the plan (which says to which prompts), and the settings' phases."""
-    made: dict[tuple[Speculation, int], Replies] = {}
-    phases = []
+    progress: Progress,
+) -> _Decoded:
+    """`plan`: prompts that each setting answers at each concurrency. `both_ways`: those of them that are answered plainly too."""
+    made = _Decoded(in_turns=client.engine().side_by_side)
+    again = sum(map(len, both_ways.values())) * (len(settings) if made.in_turns else 1)
+    tick = _Ticker(progress, len(settings) * sum(map(len, plan.values())) + again)
     for setting in settings:
         phase = Phase(client, setting, max(plan))
+        made.phases.append(phase)
+        if made.in_turns and setting == settings[0]:
+            made.plainly = Phase(client, None, max(plan))
         for c, numbers in plan.items():
-            made[setting, c] = phase.decode(prompts, numbers, c, request, tick)
+            speculative = made.speculative[setting, c] = {}
+            plain = made.plain[setting, c] = {}
+            shared = both_ways[c] if made.in_turns else []
+            for some in batches(shared, -(-ROUND // c) * c):
+                phase.resume()
+                speculative |= phase.decode(prompts, some, c, request, tick)
+                made.plainly.resume()
+                plain |= made.plainly.decode(prompts, some, c, request, tick)
+            if shared:
+                phase.resume()
+            speculative |= phase.decode(prompts, [n for n in numbers if n not in plain], c, request, tick)
         phase.finish()
-        phases.append(phase)
-    return made, phases
+    if made.in_turns:
+        made.plainly.resume()
+    else:
+        made.plainly = Phase(client, None, max(plan))
+        once = {c: made.plainly.decode(prompts, both_ways[c], c, request, tick) for c in plan}
+        made.plain = {(setting, c): once[c] for setting in settings for c in plan}
+    return made
 
 
 def needed_sentence(report: BreakevenReport, steps: int) -> str:

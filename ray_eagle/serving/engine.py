@@ -68,8 +68,10 @@ class EngineFacts(BaseModel):
     dtype: str = ""
     device: str = ""
     max_positions: int = 0
+    side_by_side: bool = False
+    """Plain decoding and one way to speculate are both ready: to `configure` the other one costs nothing."""
     requests: int = 0
-    """Calls of `generate` so far, where the engine counts them: others' requests at the same time falsify a measurement."""
+    """Calls of `generate` that this server answered so far, where the engine counts them: others' requests at the same time falsify a measurement."""
     running: int = 0
     """Of them, those not answered yet."""
 
@@ -84,7 +86,8 @@ class Engine(Protocol):
     """Calls of `generate` that it can serve at the same time."""
 
     def configure(self, speculation: Speculation | None) -> None:
-        """Decode so from now on (None: plainly). Cheap when nothing changes, a restart of the server otherwise.
+        """Decode so from now on (None: plainly). Cheap when nothing changes, a restart of the server otherwise
+        (or the change to another one that is up: `EngineFacts.side_by_side`).
 
         Raises ConfigError for what the engine cannot do, ServingError when its server does not start.
         """

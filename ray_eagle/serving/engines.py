@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ray_eagle.config import ServeConfig, TargetConfig
+from ray_eagle.conversations.template import stop_ids
 from ray_eagle.drafter.checkpoint import check_drafter, check_fits
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.serving import reference
@@ -10,7 +11,7 @@ from ray_eagle.serving.engine import Engine, need_one_drafter
 from ray_eagle.serving.server import Models, ServerEngine
 from ray_eagle.serving.sglang import SGLang
 from ray_eagle.serving.vllm import VLLM
-from ray_eagle.target.loading import TargetFacts, read_facts
+from ray_eagle.target.loading import TargetFacts, load_tokenizer, read_facts
 
 
 def load_engine(
@@ -47,6 +48,7 @@ def load_engine(
         vocab_size=facts.vocab_size,
         max_positions=min(facts.max_position_embeddings, serve.context_length or facts.max_position_embeddings),
         seed=seed,
+        ends=frozenset(stop_ids(facts.path, load_tokenizer(facts, target))),
         trust_remote_code=target.trust_remote_code,
     )
     kind = SGLang if serve.engine == "sglang" else VLLM

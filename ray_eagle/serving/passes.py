@@ -6,8 +6,8 @@ under load merges chunks; then its own histogram says how many drafts the passes
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from ray_eagle.errors import ServingError
 from ray_eagle.serving.generation import VerifyPass
@@ -39,6 +39,21 @@ class Answer:
     def pass_sizes(self) -> list[int]:
         """Tokens of each chunk without the prefill's; chunks that hold nothing else are left out."""
         return [count for count in [self.counts[0] - 1, *self.counts[1:]] if count]
+
+
+def ended(answer: Answer, ends: Collection[int]) -> Answer:
+    """The answer up to its first end-of-sequence token, where the chunk that reached the limit brought tokens after it.
+
+    SGLang looks at the length first: an answer that reaches max_new_tokens in the pass that accepted its end keeps what
+    follows. An end passed over in an earlier chunk stays: no engine may do that.
+    """
+    before = len(answer.tokens) - answer.counts[-1]
+    at = next((i for i in range(before, len(answer.tokens)) if answer.tokens[i] in ends), None)
+    if at is None or at + 1 == len(answer.tokens):
+        return answer
+    counts = [*answer.counts[:-1], at + 1 - before]
+    gaps = answer.gaps and answer.gaps[: at + 1]
+    return replace(answer, tokens=answer.tokens[: at + 1], counts=counts, stopped=True, gaps=gaps)
 
 
 def verify_passes(answer: Answer, prompt_length: int, steps: int) -> list[VerifyPass]:

@@ -96,6 +96,7 @@ class ReferenceEngine:
             dtype=str(self.model.dtype).removeprefix("torch."),
             device=str(self._device),
             max_positions=self.max_positions,
+            side_by_side=True,
         )
 
     def health(self) -> None:

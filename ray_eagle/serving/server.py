@@ -5,7 +5,8 @@ import math
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,13 @@ from ray_eagle.errors import EagleError, InputError, ServingError
 from ray_eagle.serving.child import Child, free_port
 from ray_eagle.serving.engine import EngineFacts, Speculation, Work, check_prompt, starting_speculation
 from ray_eagle.serving.generation import Generation
-from ray_eagle.serving.passes import NOTHING, Answer, full_batch, step_seconds, verify_passes
+from ray_eagle.serving.passes import NOTHING, Answer, ended, full_batch, step_seconds, verify_passes
 from ray_eagle.serving.streams import Reply, post_all
 from ray_eagle.serving.supervisor import SCRATCH_PREFIX
 
 ASK_S = 30.0
+ROOM_FOR_TWO = 0.45
+"""Share of the GPU's memory: two servers of it leave some."""
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 Get = Callable[[str], str]
 """GET of a path of the server: its body. Raises ServingError."""
@@ -49,6 +52,8 @@ class Models:
     vocab_size: int
     max_positions: int
     seed: int
+    ends: frozenset[int] = frozenset()
+    """Token ids that end an answer."""
     trust_remote_code: bool = False
 
 
@@ -91,8 +96,16 @@ class Dialect(Protocol):
         """What the running server says of itself."""
 
 
+@dataclass(frozen=True)
+class Running:
+    """A child process and how it decodes."""
+
+    child: Child
+    speculation: Speculation | None
+
+
 class ServerEngine:
-    """`Engine` by a child process that speaks a dialect."""
+    """`Engine` by child processes that speak a dialect: one, or one that speculates and one that does not."""
 
     def __init__(self, dialect: Dialect, config: ServeConfig, models: Models) -> None:
         """Starts the server, speculating. Raises ConfigError, ServingError."""
@@ -100,11 +113,13 @@ class ServerEngine:
         self._dialect, self._config, self._models = dialect, config, models
         self._scratch = tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX)
         self._drafter = as_read(self._drafter_folder(), dialect.reads(), models, Path(self._scratch.name))
+        self._side_by_side = both_fit(config)
         self._gate = _Gate()
-        self._child: Child | None = None
+        self._servers: dict[bool, Running] = {}
+        """Those that are up, by whether they speculate."""
+        self._current: Running | None = None
         self._failed = ""
         self._closed = False
-        self._speculation: Speculation | None = None
         try:
             self.configure(starting_speculation(config))
         except BaseException:
@@ -112,26 +127,31 @@ class ServerEngine:
             raise
 
     def configure(self, speculation: Speculation | None) -> None:
-        """Restart the server unless it decodes so already. Raises ServingError once it is closed, besides `Engine`'s."""
+        """Restart the server unless one decodes so already. Raises ServingError once it is closed, besides `Engine`'s."""
         with self._gate.alone():
             if self._closed:
                 raise ServingError(f"{self._dialect.name}: the server is closed and starts no more.")
-            if self._child and not self._failed and speculation == self._speculation:
+            drafts = speculation is not None
+            there = self._servers.get(drafts)
+            if there and not self._failed and there.speculation == speculation:
+                self._current = there
                 return
             port, dialect = free_port(), self._dialect
             # first: what it cannot do is refused while the old one runs
             command = dialect.command(port, speculation, self._drafter)
-            old, self._child = self._child, None
+            keep = self._servers.get(not drafts) if self._side_by_side and not self._failed else None
+            self._current = None
             try:
-                if old:
-                    old.stop()
+                self._stop(all_but=keep)
                 environment, scratch = dialect.environment(), self._scratch.name
                 child = Child(dialect.name, command, environment, port, dialect.essential, scratch)
                 child.await_healthy(self._config.start_s, self._config.hang_s)
             except (EagleError, OSError) as error:
                 self._failed = str(error)
+                self._stop()
                 raise
-            self._child, self._speculation, self._failed = child, speculation, ""
+            self._current = self._servers[drafts] = Running(child, speculation)
+            self._failed = ""
         if self._closed:  # meanwhile
             self.close()
 
@@ -145,23 +165,24 @@ class ServerEngine:
                 max_positions=self._models.max_positions,
             )
         made: list[Generation] = []
-        with self._gate.together() as undisturbed:
+        with self._gate.together(lambda: self._current) as undisturbed:
             for first in range(0, len(work), concurrency):
                 made += self._batch(work[first : first + concurrency], concurrency, undisturbed)
         return made
 
     def facts(self) -> EngineFacts:
         """Asks the server."""
-        child = self._running()
+        now = self._running()
         told = self._dialect.facts(self._get)
         drafter = str(self._models.drafter or "random")
         return told.model_copy(
             update={
-                "server": f"{child.mark}, process {child.pid}{told.server}",
-                "speculation": self._speculation,
-                "flags": self._dialect.flags(self._speculation, drafter),
+                "server": f"{now.child.mark}, process {now.child.pid}{told.server}",
+                "speculation": now.speculation,
+                "flags": self._dialect.flags(now.speculation, drafter),
                 "max_positions": self._models.max_positions,
-                "requests": self._gate.entered,
+                "side_by_side": self._side_by_side,
+                "requests": self._gate.entered[now],
                 "running": self._gate.inside,
                 "simulated": sorted({*told.simulated, *_simulated(self._dialect.environment())}),
             }
@@ -169,7 +190,7 @@ class ServerEngine:
 
     def health(self) -> None:
         """As `/health` of the server: SGLang makes one real token."""
-        child = self._running()
+        child = self._running().child
         if not child.healthy():
             raise ServingError(f"{child.name}: /health does not answer.{child.tail()}")
 
@@ -177,29 +198,33 @@ class ServerEngine:
         """Whether it can still answer; fine while it is being restarted."""
         if self._failed:
             raise ServingError(self._failed)
-        child = self._child
-        if child is None:
-            return
-        try:
-            child.check(self._config.hang_s, busy=self._gate.inside > 0)
-        except ServingError as error:
-            if self._child is not child:  # restarted meanwhile
-                return
-            self._failed = str(error)
-            child.stop()  # half a server still holds its memory, and keeps requests waiting
-            raise
+        for server in list(self._servers.values()):
+            try:
+                server.child.check(self._config.hang_s, busy=self._gate.inside > 0)
+            except ServingError as error:
+                if server not in self._servers.values():  # restarted meanwhile
+                    continue
+                self._failed = str(error)
+                self._stop()  # half a server still holds its memory, and keeps requests waiting
+                raise
 
     def close(self) -> None:
-        """Stop the server and forget the scratch files."""
+        """Stop the servers and forget the scratch files."""
         self._closed = True
-        child, self._child = self._child, None
+        self._current = None
         self._failed = self._failed or "closed"
-        if child:
-            child.stop()
+        self._stop()
         self._scratch.cleanup()
 
+    def _stop(self, all_but: Running | None = None) -> None:
+        for drafts, server in list(self._servers.items()):
+            if server is not all_but:
+                self._servers.pop(drafts, None)
+                server.child.stop()
+
     def _batch(self, work: Sequence[Work], concurrency: int, undisturbed: Callable[[], bool]) -> list[Generation]:
-        child, dialect = self._running(), self._dialect
+        now, dialect = self._running(), self._dialect
+        child = now.child
         before = dialect.counters(self._get)
         try:
             replies = post_all(child.url + dialect.path, [dialect.body(each) for each in work], self._config.hang_s)
@@ -210,38 +235,24 @@ class ServerEngine:
             raise ServingError(f"{child.name}: the server broke off ({error!r}).{child.tail()}") from error
         after = dialect.counters(self._get)
         answers = dialect.counted(
-            [dialect.answer(reply) for reply in replies],
+            [ended(dialect.answer(reply), self._models.ends) for reply in replies],
             before,
             after,
-            speculating=self._speculation is not None,
+            speculating=now.speculation is not None,
             undisturbed=undisturbed(),
         )
         # a smaller batch is not what was asked for
         window = full_batch(answers) if len(work) == concurrency else NOTHING
-        return [self._generation(each, answer, window) for each, answer in zip(work, answers, strict=True)]
+        return [_generation(each, answer, now.speculation, window) for each, answer in zip(work, answers, strict=True)]
 
-    def _generation(self, work: Work, answer: Answer, window: tuple[float, float]) -> Generation:
-        chosen = self._speculation
-        passes = verify_passes(answer, len(work.input_ids), chosen.steps) if chosen else []
-        return Generation(
-            tokens=answer.tokens,
-            passes=passes,
-            finish_reason="stop" if answer.stopped else "length",
-            prefill_seconds=answer.times[0] - answer.started,
-            decode_seconds=answer.times[-1] - answer.times[0],
-            decode_tokens=len(answer.tokens) - 1,
-            step_seconds=step_seconds(answer, len(passes) if chosen else None, window),
-            gaps=answer.gaps or [],
-        )
-
-    def _running(self) -> Child:
-        child = self._child
-        if child is None:
+    def _running(self) -> Running:
+        now = self._current
+        if now is None:
             raise ServingError(self._failed or f"{self._dialect.name}: the server is being restarted. Ask again later.")
-        return child
+        return now
 
     def _get(self, path: str) -> str:
-        child = self._running()
+        child = self._running().child
         try:
             response = httpx.get(child.url + path, timeout=ASK_S)
         except httpx.HTTPError as error:
@@ -258,6 +269,20 @@ class ServerEngine:
         dtype = torch.float16 if self._config.dtype == "float16" else torch.bfloat16
         save_drafter(random_drafter(models.shape, models.seed), folder, dtype)
         return folder
+
+
+def _generation(work: Work, answer: Answer, chosen: Speculation | None, window: tuple[float, float]) -> Generation:
+    passes = verify_passes(answer, len(work.input_ids), chosen.steps) if chosen else []
+    return Generation(
+        tokens=answer.tokens,
+        passes=passes,
+        finish_reason="stop" if answer.stopped else "length",
+        prefill_seconds=answer.times[0] - answer.started,
+        decode_seconds=answer.times[-1] - answer.times[0],
+        decode_tokens=len(answer.tokens) - 1,
+        step_seconds=step_seconds(answer, len(passes) if chosen else None, window),
+        gaps=answer.gaps or [],
+    )
 
 
 def as_read(folder: Path, engine: Engine, models: Models, scratch: Path) -> Path:
@@ -282,6 +307,12 @@ def as_read(folder: Path, engine: Engine, models: Models, scratch: Path) -> Path
 def child_environment(config: ServeConfig) -> dict[str, str]:
     """The replica's, with `serve.env` on top, $NAME replaced."""
     return {**os.environ, **{name: os.path.expandvars(value) for name, value in config.env.items()}}
+
+
+def both_fit(config: ServeConfig) -> bool:
+    """Whether a server without speculation stays up beside the one that speculates."""
+    share = config.memory_share
+    return config.side_by_side if config.side_by_side is not None else share is not None and share <= ROOM_FOR_TWO
 
 
 def tensor_parallel(config: ServeConfig) -> int:
@@ -321,19 +352,19 @@ class _Gate:
         self._changed = threading.Condition()
         self._closed = False
         self.inside = 0
-        self.entered = 0
-        """Ever."""
+        self.entered: Counter[Hashable] = Counter()
+        """Ever, by what they came for."""
 
     @contextmanager
-    def together(self) -> Iterator[Callable[[], bool]]:
-        """Yields the question whether nobody else has been inside so far."""
+    def together(self, what: Callable[[], Hashable] = lambda: None) -> Iterator[Callable[[], bool]]:
+        """Yields the question whether nobody else has been inside so far. `what`: asked once inside."""
         with self._changed:
             self._changed.wait_for(lambda: not self._closed)
             self.inside += 1
-            self.entered += 1
-            first, number = self.inside == 1, self.entered
+            self.entered[what()] += 1
+            first, number = self.inside == 1, self.entered.total()
         try:
-            yield lambda: first and self.entered == number
+            yield lambda: first and self.entered.total() == number
         finally:
             with self._changed:
                 self.inside -= 1

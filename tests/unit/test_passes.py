@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ray_eagle.config import ServeConfig
 from ray_eagle.errors import ConfigError, InputError, ServingError
 from ray_eagle.serving.engine import Speculation, Work
 from ray_eagle.serving.generation import Generation, VerifyPass, complete_passes
-from ray_eagle.serving.passes import BLOCK, Answer, full_batch, step_seconds, verify_passes
+from ray_eagle.serving.passes import BLOCK, Answer, ended, full_batch, step_seconds, verify_passes
 from ray_eagle.serving.server import Models, as_read
 from ray_eagle.serving.streams import Reply
 from ray_eagle.serving.versions import RELEASES, release_of
@@ -69,6 +70,20 @@ def test_one_chunk_a_pass_gives_every_pass_in_order(seed: int) -> None:
     assert [p.start for p in untold] == [start for start, _ in expected]
     # without counts of the server's the last pass is known as far as the answer goes
     assert [p.accepted for p in untold[:-1]] == [j for _, j in expected[:-1]]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_an_end_inside_the_last_chunk_is_the_end(seed: int) -> None:
+    rng = random.Random(seed)
+    tokens, passes, _ = simulate(rng)
+    answer = replace(chunked(tokens, passes), gaps=[float(i) for i in range(len(tokens))])
+    ends = set(rng.sample(range(100), 15))
+    last = range(len(tokens) - answer.counts[-1], len(tokens))
+    found = ended(answer, ends)
+    kept = min([i + 1 for i in last if tokens[i] in ends], default=len(tokens))
+    assert (found.tokens, found.gaps) == (tokens[:kept], answer.gaps[:kept])
+    assert sum(found.counts) == kept and found.counts[:-1] == answer.counts[:-1] and found.counts[-1] > 0
+    assert found.stopped == (kept < len(tokens)) and found.times == answer.times and found.accepted == answer.accepted
 
 
 @pytest.mark.parametrize("seed", range(60))

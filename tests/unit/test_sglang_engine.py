@@ -16,7 +16,7 @@ from ray_eagle.drafter.files import read_config
 from ray_eagle.errors import ConfigError, EagleError, InputError, ServingError
 from ray_eagle.serving import child, supervisor
 from ray_eagle.serving.engine import Speculation, Work
-from ray_eagle.serving.server import Models, ServerEngine, as_read
+from ray_eagle.serving.server import Models, ServerEngine, as_read, both_fit
 from ray_eagle.serving.sglang import SGLang
 from tests.standin import expected_passes, plain_answer, write_interpreter
 from tests.tiny import tiny_drafter, tiny_shape
@@ -47,7 +47,13 @@ def await_gone(marks: list[str]) -> set[int]:
 
 
 def start(
-    folder: Path, *, installed: str = "0.5.17", mode: str = "ok", drafter: Path | None = None, **settings: Any
+    folder: Path,
+    *,
+    installed: str = "0.5.17",
+    mode: str = "ok",
+    drafter: Path | None = None,
+    ends: frozenset[int] = frozenset(),
+    **settings: Any,
 ) -> Any:
     """The engine on the stand-in."""
     env = {"STANDIN_VERSION": installed, "STANDIN_MODE": mode, "STANDIN_FILE": str(folder / "file")}
@@ -62,7 +68,7 @@ def start(
         }
     )
     models = Models(
-        Path("/models/target"), drafter, tiny_shape(), 8, "llama", vocab_size=260, max_positions=512, seed=3
+        Path("/models/target"), drafter, tiny_shape(), 8, "llama", vocab_size=260, max_positions=512, seed=3, ends=ends
     )
     return ServerEngine(SGLang(config, models), config, models)
 
@@ -131,6 +137,61 @@ def test_it_restarts_to_decode_plainly_and_back(engine: Any) -> None:
     assert flags[flags.index("--speculative-num-draft-tokens") + 1] == "16"
 
 
+def test_two_servers_side_by_side(tmp_path: Path, own_state: Path) -> None:
+    """The one without speculation stays; each counts its own requests; one that dies is the end of both."""
+    engine = start(tmp_path, memory_share=0.4)
+    drafting = engine.facts()
+    engine.generate([Work([5], 20)])
+    engine.configure(None)
+    plain = engine.facts()
+    assert drafting.side_by_side and len({drafting.server, plain.server}) == 2
+    assert engine.generate([Work([6], 20)])[0].passes == []
+    for before, requests in ((drafting, 1), (plain, 1)):
+        engine.configure(before.speculation)
+        now = engine.facts()
+        assert (now.server, now.requests) == (before.server, requests), "it never stopped"
+    engine.configure(Speculation(steps=2))
+    assert engine.facts().server != drafting.server
+    assert len(engine.generate([Work([6], 20)])[0].passes) == len(expected_passes([6], 20, 2))
+    engine.configure(None)
+    assert engine.facts().server == plain.server
+    engine.configure(Speculation(steps=2))
+    other = engine._servers[False].child
+    os.kill(other.pid, signal.SIGKILL)
+    with pytest.raises(ServingError, match="the server died"):
+        for _ in range(100):
+            engine.check()
+            time.sleep(0.05)
+    assert await_gone([path.stem for path in own_state.glob("*.log")]) == set()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("share", "asked", "both"),
+    [(None, None, False), (0.6, None, False), (0.45, None, True), (0.45, False, False), (None, True, True)],
+)
+def test_two_servers_stay_up_where_both_fit(share: float | None, asked: bool | None, both: bool) -> None:
+    assert both_fit(ServeConfig(memory_share=share, side_by_side=asked)) == both
+
+
+def test_what_follows_the_end_in_the_last_pass_is_cut(tmp_path: Path) -> None:
+    """As SGLang 0.5.17 leaves it when the limit is reached in the same pass; an end that a pass before ran over stays."""
+    count = next(n for n in range(9, 40) if (answer := plain_answer([5], n)) and last_chunk([5], n) >= 3)
+    engine = start(tmp_path, ends=frozenset({answer[-2]}))
+    made = engine.generate([Work([5], count)])[0]
+    assert (made.tokens, made.finish_reason) == (answer[:-1], "stop")
+    assert [(p.start, p.accepted) for p in made.passes] == expected_passes([5], count, 3)
+    engine.close()
+    engine = start(tmp_path, ends=frozenset({answer[2]}))
+    assert engine.generate([Work([5], count)])[0].tokens == answer
+    engine.close()
+
+
+def last_chunk(prompt: list[int], count: int) -> int:
+    """Tokens that the last pass of the stand-in's answer adds."""
+    return count - (expected_passes(prompt, count, 3)[-1][0] + 2 - len(prompt))
+
+
 def test_a_random_drafter_is_one_that_the_server_can_load(tmp_path: Path) -> None:
     engine = start(tmp_path)
     flags = engine.facts().flags
@@ -153,7 +214,7 @@ def test_every_flag_reaches_the_command_line(tmp_path: Path) -> None:
         max_running=4,
         env={"GREETING": "hello $HOME"},
     )
-    command = engine._child.log.read_text().splitlines()[0].split()
+    command = engine._current.child.log.read_text().splitlines()[0].split()
     for name, value in {
         "--tp-size": "2",
         "--dtype": "float16",
@@ -170,7 +231,7 @@ def test_every_flag_reaches_the_command_line(tmp_path: Path) -> None:
     }.items():
         assert command[command.index(name) + 1] == value, name
     assert "--disable-radix-cache" in command
-    environment = Path(f"/proc/{engine._child.pid}/environ").read_text().split("\0")
+    environment = Path(f"/proc/{engine._current.child.pid}/environ").read_text().split("\0")
     assert f"GREETING=hello {os.environ['HOME']}" in environment
     engine.close()
 
@@ -250,7 +311,7 @@ def test_an_answer_that_is_not_understood_is_not_guessed(tmp_path: Path, mode: s
 def test_a_server_that_dies_is_a_failed_engine(tmp_path: Path) -> None:
     engine = start(tmp_path)
     engine.check()
-    os.kill(engine._child.pid, signal.SIGKILL)
+    os.kill(engine._current.child.pid, signal.SIGKILL)
     with pytest.raises(ServingError, match=r"(?s)the server died.*the stand-in reads its weights"):
         for _ in range(100):
             engine.check()
@@ -261,7 +322,7 @@ def test_a_server_that_dies_is_a_failed_engine(tmp_path: Path) -> None:
 def test_a_server_without_its_scheduler_is_ended(tmp_path: Path) -> None:
     """SGLang's launcher outlives it by 5 to 15 s, and its children's memory with it."""
     engine = start(tmp_path)
-    mark = engine._child.mark
+    mark = engine._current.child.mark
     [scheduler] = [p for p in supervisor.marked(mark) if supervisor.command_line(p).startswith("sglang::scheduler")]
     engine.check()
     os.kill(scheduler, signal.SIGKILL)
@@ -349,9 +410,9 @@ def test_logs_of_servers_that_run_are_kept(engine: Any, own_state: Path) -> None
     old = time.time() - 1000
     for number in range(child.KEPT_LOGS + 3):
         (own_state / f"old-{number}.log").touch()
-    os.utime(engine._child.log, (old, old))
-    log = engine._child.log
-    engine._child._forget_old_logs(own_state)
+    os.utime(engine._current.child.log, (old, old))
+    log = engine._current.child.log
+    engine._current.child._forget_old_logs(own_state)
     assert log.exists() and len(list(own_state.glob("old-*.log"))) <= child.KEPT_LOGS
 
 

@@ -72,9 +72,18 @@ def test_break_even_with_a_random_drafter(engine: Any) -> None:
     )
     assert [(row.steps, row.concurrency) for row in report.rows] == [(3, 1), (3, 4)]
     for row in report.rows:
-        assert row.needed == row.speed.break_even > 1
+        # a cycle of the stand-in takes 1.15 plain steps, and what a busy machine makes of it
+        assert 0.3 < row.needed == row.speed.break_even < 4
         assert row.can_pay == (row.needed < 4)
         assert row.mean_context == pytest.approx(sum(len(p.input_ids) for p in PROMPTS) / 8 + 14.5)
+
+
+def test_two_servers_take_turns_and_each_is_the_same_all_along(tmp_path: Path) -> None:
+    engine = start(tmp_path, memory_share=0.4)
+    report = probed(engine, PROMPTS, 2)
+    engine.close()
+    assert report.plain_identical_share == 1.0 and report.sweep[0].prompts_timed == 4
+    assert not any("one after the other" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +124,7 @@ def test_the_gate_tells_whether_others_were_inside() -> None:
             assert not first() and not second()
         assert not first() and gate.inside == 1
     with gate.together() as third:
-        assert third() and gate.entered == 3
+        assert third() and gate.entered.total() == 3
 
 
 @pytest.mark.parametrize(("mode", "verdict"), [("unequal", "serve"), ("unequal-far", "broken")])

@@ -109,6 +109,52 @@ def test_each_setting_is_one_start_and_the_baseline_comes_last() -> None:
     assert plain == [(1, 8, 1, False), *[(1, 40, 1, False)] * 3, (4, 8, 4, False), *[(4, 40, 4, False)] * 2]
 
 
+class BothReady(Scripted):
+    """Holds plain and speculative decoding ready, on a machine that takes `drift` longer with each call, in all `slower`."""
+
+    def __init__(self, drift: float = 0.0, *, side_by_side: bool = True) -> None:
+        super().__init__()
+        self.drift, self.side_by_side, self.slower = drift, side_by_side, 1.0
+
+    def engine(self) -> EngineFacts:
+        return super().engine().model_copy(update={"side_by_side": self.side_by_side})
+
+    def decode(self, **request: Any) -> list[Any]:
+        self.slower *= 1 + self.drift
+        made = super().decode(**request)
+        return [m.model_copy(update={"step_seconds": m.step_seconds * self.slower}) for m in made]
+
+
+def test_where_both_are_ready_they_take_turns() -> None:
+    client = BothReady()
+    report = sweep(client, concurrencies=[4, 1], settings=[Speculation(steps=3)])
+    turns = [("plain" if call is None else "drafts") if not isinstance(call, tuple) else call for call in client.calls]
+    fours = [(4, 8, 4, False), (4, 40, 4, False), (4, 40, 4, False)]
+    ones = [(1, 8, 1, False), *[(1, 40, 1, False)] * 3]
+    # at 4 at once: two whole batches both ways, then the two prompts that are left; at 1 at once three prompts both ways
+    rest = [(4, 8, 4, False), (2, 40, 4, False)]
+    assert turns == [
+        *("drafts", "plain"),
+        *("drafts", *fours, "plain", *fours, "drafts", *rest),
+        *("drafts", *ones, "plain", *ones, "drafts"),
+        "plain",
+    ]
+    assert report.acceptance.prompts == 10 and not any("one after the other" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.002, -0.002])
+def test_a_drift_of_the_machine_tilts_only_what_is_timed_apart(drift: float) -> None:
+    prompts = [ProbePrompt(id=f"p{i}", category="a", input_ids=[i + 1]) for i in range(64)]
+    options = {"settings": [Speculation(steps=3)], "concurrencies": [1, 4], "max_new_tokens": 20}
+    for side_by_side in (True, False):
+        report = run_breakeven_sweep(BothReady(drift, side_by_side=side_by_side), prompts, **options)
+        tilt = [row.needed / true for row, true in zip(report.rows, (2.2, 1.75), strict=True)]
+        most = 0.03 if side_by_side or not drift else 1.0
+        assert [abs(t - 1) < most for t in tilt] == [True, True], tilt
+        assert side_by_side or not drift or abs(tilt[0] - 1) > 0.1
+        assert any("one after the other" in note for note in report.notes) != side_by_side
+
+
 def test_the_best_setting_at_the_first_concurrency_is_reported() -> None:
     report = sweep(Scripted(right=2))
     by_name = {(row.steps, row.concurrency): row for row in report.sweep}
