@@ -3,15 +3,12 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from ray_eagle.errors import TargetError
 from ray_eagle.target.layers import READ_BY_FIRST_ID
-
-if TYPE_CHECKING:
-    from ray_eagle.target.loading import TargetFacts
 
 LATENT = READ_BY_FIRST_ID
 """Families with latent attention (MLA), where the config does not say so itself."""
@@ -68,19 +65,6 @@ class TargetSizes:
     quantised: bool = False
     architectures: tuple[str, ...] = ()
 
-    @staticmethod
-    def of(facts: "TargetFacts") -> "TargetSizes":
-        return TargetSizes(
-            path=facts.path,
-            model_type=facts.model_type,
-            layers=facts.layers,
-            hidden_size=facts.hidden_size,
-            vocab_size=facts.vocab_size,
-            max_position_embeddings=facts.max_position_embeddings,
-            rope=facts.rope_parameters,
-            latent_attention=facts.latent is not None or facts.model_type in LATENT,
-        )
-
 
 def read_target(folder: Path) -> TargetSizes:
     """From config.json alone, nested ones (Kimi's) too. Raises TargetError when it lacks a key."""
@@ -94,7 +78,7 @@ def read_target(folder: Path) -> TargetSizes:
             vocab_size=text["vocab_size"],
             max_position_embeddings=text.get("max_position_embeddings", 2048),
             rope=text_rope(text),
-            latent_attention=bool(text.get("kv_lora_rank")),
+            latent_attention=bool(text.get("kv_lora_rank")) or text.get("model_type") in LATENT,
             quantised=bool(text.get("quantization_config")),
             architectures=tuple(text.get("architectures") or ()),
         )
