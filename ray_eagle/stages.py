@@ -252,18 +252,17 @@ class Pipeline:
         return content_hash([hashlib.blake2b(folder.read_bytes(file)).hexdigest() for file in files]) if files else ""
 
     def _discard(self, name: str) -> None:
-        locked = {"extract": self.run.of("extract"), "train": self.run.folder(CHECKPOINTS)}
-        if name in locked:
-            refuse_if_locked(locked[name])
+        refuse_if_locked(self.run.folder(CHECKPOINTS) if name == "train" else self.run.of(name))
         self.run.of(name).delete()
         if name == "train":
             self.run.folder(CHECKPOINTS).delete()
             self.run.folder(LOGS).delete()
 
     def _nothing_made(self, name: str) -> bool:
-        """A stage that failed before it wrote anything leaves only its origin, which binds nobody."""
+        """A stage that failed before it wrote anything leaves only its origin, and a dead driver's lock: they bind nobody."""
         folder = self.run.of(name)
-        empty = folder.size() == len(folder.read_bytes("origin.json"))
+        lock = refuse_if_locked(folder) or b""
+        empty = folder.size() == len(folder.read_bytes("origin.json")) + len(lock)
         return empty and not (name == "train" and self.run.folder(CHECKPOINTS).exists())
 
     def _preflight(self) -> Outcome:

@@ -8,7 +8,6 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
 
 from ray_eagle.cluster import ensure_resources, marked
@@ -23,13 +22,14 @@ from ray_eagle.conversations.remote import answer_batches
 from ray_eagle.conversations.states import import_conversations
 from ray_eagle.conversations.template import injected_system
 from ray_eagle.errors import InputError
+from ray_eagle.lock import Lock
 from ray_eagle.pool import ActorPool, Member, this_node
 from ray_eagle.progress import Progress, Rate
 from ray_eagle.run import Folder, RunFolder
 from ray_eagle.stage import Outcome
 from ray_eagle.target.attention import group_queries
 from ray_eagle.target.generation import Decoder, Request, eos_ids
-from ray_eagle.target.loading import TargetFacts, load_tokenizer
+from ray_eagle.target.loading import TargetFacts, load_tokenizer, take_device
 from ray_eagle.target.stage import load_model
 
 CUT_SHORT = 1000
@@ -40,11 +40,10 @@ class Generator:
     """Holds the target and answers batches; the body of one actor."""
 
     def __init__(self, target: TargetConfig, facts: TargetFacts, settings: GenerateConfig, seed: int) -> None:
-        torch.set_num_threads(max(1, round(settings.cpus)))
         self.settings = settings
         self.seed = seed
         self.tokenizer = load_tokenizer(facts, target)
-        self.model = load_model(facts, target, torch.device("cuda" if settings.gpus else "cpu"))
+        self.model = load_model(facts, target, take_device(settings.cpus, settings.gpus))
         group_queries(self.model)
         self.eos = eos_ids(self.model, self.tokenizer)
         # a repetition penalty of the model's own would make another text than the teacher's and the server's
@@ -84,24 +83,25 @@ class Generator:
 def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress) -> Outcome:
     """Conversations from the prompts or conversations of the input; write part-*.jsonl, rejected.jsonl and summary.json.
 
-    What a committed part holds is not made again. Raises InputError when no row of the input can be used.
+    What a committed part holds is not made again. Raises InputError when no row of the input can be used, LockedError
+    while another driver generates into this run.
     """
-    settings = config.generate
     folder = run.of("generate")
-    if config.states.path:
-        import_conversations(config, folder, facts, progress)
-        return _finish(config, folder, facts, "", progress)
-    tokenizer = load_tokenizer(facts, config.target)
-    system = check_template_system(tokenizer, settings, progress)
-    if settings.answers == "keep":
-        progress.say(
-            "generate: warning: keeping the answers of the file. Text that the target did not write trains a worse drafter; "
-            "generate.answers: regenerate lets the target write it."
-        )
-        keep_answers(config, folder, facts, progress)
-    else:
-        _regenerate(config, folder, facts, tokenizer, progress)
-    return _finish(config, folder, facts, system, progress)
+    with Lock(folder):
+        if config.states.path:
+            import_conversations(config, folder, facts, progress)
+            return _finish(config, folder, facts, "", progress)
+        tokenizer = load_tokenizer(facts, config.target)
+        system = check_template_system(tokenizer, config.generate, progress)
+        if config.generate.answers == "keep":
+            progress.say(
+                "generate: warning: keeping the answers of the file. Text that the target did not write trains a worse "
+                "drafter; generate.answers: regenerate lets the target write it."
+            )
+            keep_answers(config, folder, facts, progress)
+        else:
+            _regenerate(config, folder, facts, tokenizer, progress)
+        return _finish(config, folder, facts, system, progress)
 
 
 def _finish(config: Config, folder: Folder, facts: TargetFacts, system: str, progress: Progress) -> Outcome:

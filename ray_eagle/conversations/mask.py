@@ -11,16 +11,15 @@ they are when an answer is generated.
 """
 
 import json
-import re
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
 from ray_eagle.conversations.messages import Message, Reasoning, RowError, keep_reasoning
+from ray_eagle.conversations.rendering import ChatTemplate
 from ray_eagle.conversations.template import SENTINEL, common_start
 
 Turns = Literal["all", "last", "split"]
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
@@ -50,20 +49,12 @@ class _Span:
 
 
 class Renderer:
-    """Renders conversations with one tokenizer. `marks` enclose reasoning where the template itself does not know it."""
+    """Token ids and masks of conversations, by one tokenizer. `marks` enclose reasoning where the template knows none."""
 
     def __init__(self, tokenizer: Any, stops: list[int], marks: tuple[str, str]) -> None:
         self.tokenizer = tokenizer
-        self.marks = marks
+        self.template = ChatTemplate(tokenizer, marks)
         self.stops = [text for text in (tokenizer.decode([i], skip_special_tokens=False) for i in stops) if text]
-        self.has_blocks = bool(GENERATION.search(str(tokenizer.chat_template)))
-        self.around_reasoning = marks
-        self.reasoning_way: Literal["template", "content", "nobody"] = "template"
-        """Who writes reasoning: the `template`; the `content`, marked; or `nobody`: the template cuts it out of past answers."""
-        self.beside_calls: str | None = ""
-        """Content of a message that only calls tools: some templates write calls only where there is none."""
-        self._find_reasoning_way()
-        self._find_beside_calls()
 
     def samples(
         self,
@@ -109,7 +100,7 @@ class Renderer:
     ) -> tuple[Sample, list[int]]:
         """A sample that ends with the last answer, and which of the wanted answers it supervises."""
         covered = list(wanted)
-        if self.has_blocks and strict and not cut:
+        if self.template.has_blocks and strict and not cut:
             method: Literal["template", "rendering"] = "template"
             text, spans = self._by_blocks(messages, tools, wanted, answers)
         else:
@@ -169,22 +160,24 @@ class Renderer:
     ) -> tuple[str, str]:
         """What the target is fed to say message i, nothing after it being known yet, and what it then writes."""
         message = messages[i]
-        before = self._render(messages[:i], tools, generate=True, turn=turn)
+        before = self.template.render(messages[:i], tools, generate=True, turn=turn)
         reasoning = message.get("reasoning_content", "")
-        if reasoning and self.reasoning_way == "nobody":
+        if reasoning and self.template.reasoning_way == "nobody":
             plain = {key: value for key, value in message.items() if key != "reasoning_content"}
-            rendered = self._render([*messages[:i], plain], tools, generate=False, turn=turn)
-            marked = self._render([*messages[:i], {**plain, "content": SENTINEL}], tools, generate=False, turn=turn)
+            rendered = self.template.render([*messages[:i], plain], tools, generate=False, turn=turn)
+            marked = self.template.render(
+                [*messages[:i], {**plain, "content": SENTINEL}], tools, generate=False, turn=turn
+            )
             place = marked.rfind(SENTINEL)
             if place < 0 or rendered[:place] != marked[:place]:
                 raise RowError(f"turn {turn}: it is not known where the chat template puts the answer's text")
-            begin, end = self.marks
+            begin, end = self.template.marks
             if before.rstrip().endswith(begin.strip()):  # the generation prompt has begun it
                 begin = ""
             return before, begin + reasoning + end + self._cut(rendered[place:])
-        answered = self._render(messages[: i + 1], tools, generate=False, turn=turn)
+        answered = self.template.render(messages[: i + 1], tools, generate=False, turn=turn)
         if not answered.startswith(before):
-            begin = self.marks[0].strip()
+            begin = self.template.marks[0].strip()
             if begin and before.rstrip().endswith(begin) and not reasoning:
                 raise RowError(f"turn {turn}: the generation prompt begins to reason, and this answer has no reasoning")
             raise RowError(
@@ -196,7 +189,7 @@ class Renderer:
     def _by_blocks(
         self, messages: list[Message], tools: list[Any] | None, wanted: list[int], answers: list[int]
     ) -> tuple[str, list[_Span]]:
-        text, blocks = self._render_blocks(messages, tools)
+        text, blocks = self.template.render_blocks(messages, tools)
         spans: list[_Span] = []
         for start, end in blocks:
             stop = self._first_stop(text, start, end)
@@ -207,7 +200,7 @@ class Renderer:
             if start < end and (not spans or start >= spans[-1].end):
                 spans.append(_Span(start, end, start))
         if len(wanted) < len(answers):
-            before = self._render(messages[: wanted[0]], tools, generate=True, turn=len(answers))
+            before = self.template.render(messages[: wanted[0]], tools, generate=True, turn=len(answers))
             if len(spans) == len(answers):
                 spans = spans[-len(wanted) :]
             elif text.startswith(before):
@@ -242,7 +235,7 @@ class Renderer:
             behind = len(said) - len(said.rstrip())
             end = len(kept) + common_start(written[len(kept) :], said[len(said) - behind :])
         else:
-            said, begin = message.get("reasoning_content", "").strip(), self.around_reasoning[0].rstrip()
+            said, begin = message.get("reasoning_content", "").strip(), self.template.around_reasoning[0].rstrip()
             end = written.index(said, len(begin) if written.startswith(begin) else 0) + len(said)
         return _Span(span.start, span.start + end, min(span.thought, span.start + end))
 
@@ -267,7 +260,7 @@ class Renderer:
             raise RowError(f"turn {turn}: the chat template drops or changes the answer's text")
         if not reasoning:
             return 0
-        begin, end = self.around_reasoning
+        begin, end = self.template.around_reasoning
         at = written.find(reasoning, len(begin.rstrip()) if written.startswith(begin.rstrip()) else 0)
         if at < 0:
             raise RowError(
@@ -276,83 +269,6 @@ class Renderer:
         after = at + len(reasoning)
         after += len(written) - after - len(written[after:].lstrip())
         return after + common_start(written[after:], end.lstrip())
-
-    # --- text ------------------------------------------------------------------------------------------------------------
-
-    def _render(self, messages: list[Message], tools: list[Any] | None, *, generate: bool, turn: int) -> str:
-        try:
-            return self.tokenizer.apply_chat_template(
-                self._for_template(messages), tools=tools or None, tokenize=False, add_generation_prompt=generate
-            )
-        except Exception as error:  # templates raise what they like
-            raise RowError(f"turn {turn}: the chat template refuses it ({type(error).__name__}: {error})") from None
-
-    def _render_blocks(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            texts, blocks = render_jinja_template(
-                [self._for_template(messages)],
-                tools=tools or None,
-                chat_template=self.tokenizer.get_chat_template(tools=tools or None),
-                return_assistant_tokens_mask=True,
-                add_generation_prompt=False,
-                **self.tokenizer.special_tokens_map,
-            )
-        except Exception as error:
-            raise RowError(f"the chat template refuses it ({type(error).__name__}: {error})") from None
-        return texts[0], blocks[0]
-
-    def _for_template(self, messages: list[Message]) -> list[Message]:
-        """Reasoning under every name that templates read, or marked in the content where the template reads none."""
-        rendered = []
-        for message in messages:
-            reasoning = message.get("reasoning_content")
-            if reasoning and self.reasoning_way == "content":
-                message = {**message, "content": self.marks[0] + reasoning + self.marks[1] + message["content"]}
-                del message["reasoning_content"]
-            elif reasoning:
-                message = {**message, "reasoning": reasoning, "thinking": reasoning}
-            if message.get("tool_calls") and not message["content"]:
-                message = {**message, "content": self.beside_calls}
-            rendered.append(message)
-        return rendered
-
-    def _find_reasoning_way(self) -> None:
-        thought, said = SENTINEL + "r", SENTINEL + "a"
-        user, answer = (
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": said, "reasoning_content": thought},
-        )
-        ways: tuple[Literal["template", "content"], ...] = ("template", "content")
-        try:
-            asked = self._render([user], None, generate=True, turn=1)
-            for self.reasoning_way in ways:
-                text = self._render([user, answer], None, generate=False, turn=1)
-                if -1 < text.find(thought) < text.find(said):
-                    if self.reasoning_way == "template":
-                        begin = text[: text.find(thought)]
-                        end = text[text.find(thought) + len(thought) : text.find(said)]
-                        self.around_reasoning = (begin.removeprefix(asked) if begin.startswith(asked) else "", end)
-                    return
-        except RowError:  # said again, with the turn, for every row
-            self.reasoning_way = "content"
-            return
-        self.reasoning_way = "nobody"
-
-    def _find_beside_calls(self) -> None:
-        call = {"type": "function", "function": {"name": SENTINEL, "arguments": {}}}
-        talk: list[Message] = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
-        for self.beside_calls in ("", None):
-            try:
-                if SENTINEL in self._render(talk, None, generate=False, turn=1):
-                    return
-            except RowError:  # with tools alone, or never
-                continue
-        self.beside_calls = ""
 
     def _unstable(self, turn: int) -> str:
         return (

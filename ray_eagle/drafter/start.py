@@ -32,7 +32,7 @@ def new_shape(settings: DrafterConfig, facts: TargetFacts, draft_vocab_size: int
     latent = _latent_sizes(settings, facts) if settings.architecture == "mla" else None
     heads = settings.num_attention_heads or facts.num_attention_heads
     # a drafter turns whole heads, whatever share of them the target turns (GLM)
-    rope = {key: value for key, value in facts.rope_parameters.items() if key != "partial_rotary_factor"}
+    rope = {key: value for key, value in facts.rope.items() if key != "partial_rotary_factor"}
     if latent and rope.get("rope_type") not in LATENT_ROPES:
         rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return DrafterShape(

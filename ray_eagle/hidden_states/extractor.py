@@ -26,7 +26,7 @@ from ray_eagle.metrics import Counters
 from ray_eagle.pool import this_node
 from ray_eagle.run import Folder
 from ray_eagle.target.capture import StageOutput, TokenPack
-from ray_eagle.target.loading import TargetFacts
+from ray_eagle.target.loading import TargetFacts, take_device
 from ray_eagle.target.stage import load_stage
 
 AUX = ("aux", "aux_scale", "finite")
@@ -41,8 +41,7 @@ class Extractor:
     def __init__(
         self, target: TargetConfig, facts: TargetFacts, settings: ExtractConfig, folder: Folder, name: str = "extractor"
     ) -> None:
-        torch.set_num_threads(max(1, round(settings.cpus)))
-        device = torch.device("cuda" if settings.gpus else "cpu")
+        device = take_device(settings.cpus, settings.gpus)
         self.facts, self.settings = facts, settings
         self.stage = load_stage(facts, target, device)
         self._prepare(Shelf(facts, settings, folder, Staging(device), name))

@@ -22,7 +22,7 @@ from ray_eagle.hidden_states.plan import TokenSample
 from ray_eagle.hidden_states.staging import Staging
 from ray_eagle.run import Folder
 from ray_eagle.target.capture import StageOutput, teacher, to_device
-from ray_eagle.target.loading import TargetFacts, choose_dtype, head_and_embedding
+from ray_eagle.target.loading import TargetFacts, choose_dtype, head_and_embedding, take_device
 
 Norm = Literal["after", "before"]
 TRIED = 512
@@ -84,8 +84,7 @@ class Importer(Extractor):
         states: StatesConfig,
         norm: Norm,
     ) -> None:
-        torch.set_num_threads(max(1, round(settings.cpus)))
-        self.device = torch.device("cuda" if settings.gpus else "cpu")
+        self.device = take_device(settings.cpus, settings.gpus)
         self.facts, self.settings, self.states, self.norm = facts, settings, states, norm
         self.dtype = choose_dtype(target.dtype, self.device)
         self.head = Head.of(facts, self.dtype, self.device)

@@ -32,7 +32,7 @@ from ray_eagle.hidden_states.staging import Staging
 from ray_eagle.pool import this_node
 from ray_eagle.run import Folder
 from ray_eagle.target.capture import TokenPack
-from ray_eagle.target.loading import TargetFacts, choose_dtype
+from ray_eagle.target.loading import TargetFacts, choose_dtype, take_device
 from ray_eagle.target.stage import load_stage
 
 THREADS = 3
@@ -59,10 +59,9 @@ class StageWorker:
         layers: range,
         name: str,
     ) -> None:
-        torch.set_num_threads(max(1, round(settings.cpus)))
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # they are only read
         self.settings = settings
-        self.device = torch.device("cuda" if settings.gpus else "cpu")
+        self.device = take_device(settings.cpus, settings.gpus)
         self._dtypes = {
             "hidden": choose_dtype(target.dtype, self.device),
             "aux": STATE_DTYPES[settings.state_dtype],

@@ -14,7 +14,6 @@ from ray_eagle.drafter.files import FLOAT_DTYPES, read_header
 from ray_eagle.preflight.drafter import check_folder, passed
 from ray_eagle.preflight.report import Finding
 from ray_eagle.target.loading import TargetFacts, choose_dtype, load_tokenizer
-from ray_eagle.target.sizes import TargetSizes
 
 INDEX = "model.safetensors.index.json"
 DAMAGED = "Copy the target's folder again and compare file sizes with the source."
@@ -133,7 +132,7 @@ def check_dtypes(config: Config) -> list[Finding]:
 def check_given_drafter(path: str, facts: TargetFacts) -> list[Finding]:
     """As `ray-eagle drafter check`, and whether a run can train and serve it. Raises CheckpointError when it cannot."""
     folder = Path(path).expanduser().absolute()
-    findings = check_folder(folder, TargetSizes.of(facts))
+    findings = check_folder(folder, facts)
     if not passed(findings):
         return findings
     ids = check_drafter(folder).aux_layers

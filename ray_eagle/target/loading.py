@@ -15,7 +15,7 @@ from ray_eagle.errors import TargetError, explain
 from ray_eagle.target.families import family_of, read_settings
 from ray_eagle.target.layers import check_aux_layers
 from ray_eagle.target.logits import UNCHANGED, LogitRule
-from ray_eagle.target.sizes import LatentSizes, latent_sizes, read_text_config, text_rope
+from ray_eagle.target.sizes import LatentSizes, TargetSizes, latent_sizes, read_target, read_text_config
 from ray_eagle.target.tensors import (
     EMBEDDING,
     HEAD,
@@ -31,22 +31,15 @@ UNPACKED = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of tensors that are not quantised."""
 
 
-@dataclass(frozen=True)
-class TargetFacts:
+@dataclass(frozen=True, kw_only=True)
+class TargetFacts(TargetSizes):
     """What the stages need to know of the target, read from its files alone."""
 
-    path: Path
-    layers: int
-    hidden_size: int
-    vocab_size: int
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_parameters: dict[str, Any]
-    max_position_embeddings: int
-    model_type: str
     aux_layers: tuple[int, int, int]
     fingerprint: dict[str, str]
     logits: LogitRule = UNCHANGED
@@ -58,23 +51,17 @@ class TargetFacts:
 def read_facts(config: TargetConfig) -> TargetFacts:
     """Facts of the target at `config.path`. Raises TargetError when it is not a model folder or lacks a fact."""
     path = resolve_target(config)
-    text = read_text_config(path)
+    sizes, text = read_target(path), read_text_config(path)
     try:
         heads = text["num_attention_heads"]
         return TargetFacts(
-            path=path,
-            layers=text["num_hidden_layers"],
-            hidden_size=text["hidden_size"],
-            vocab_size=text["vocab_size"],
+            **vars(sizes),
             intermediate_size=text["intermediate_size"],
             num_attention_heads=heads,
             num_key_value_heads=text.get("num_key_value_heads") or heads,
-            head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+            head_dim=text.get("head_dim") or sizes.hidden_size // heads,
             rms_norm_eps=text.get("rms_norm_eps", 1e-6),
-            rope_parameters=text_rope(text),
-            max_position_embeddings=text.get("max_position_embeddings", 2048),
-            model_type=text.get("model_type", "unknown"),
-            aux_layers=check_aux_layers(config.aux_layers, text["num_hidden_layers"]),
+            aux_layers=check_aux_layers(config.aux_layers, sizes.layers),
             fingerprint=fingerprint(path),
             logits=LogitRule.of(text),
             latent=latent_sizes(text),
@@ -147,6 +134,12 @@ def _weights_hash(path: Path) -> str:
                 stream.seek(start + (size - start) * sample // WEIGHT_SAMPLES)
                 digest.update(stream.read(WEIGHT_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def take_device(cpus: float, gpus: float) -> torch.device:
+    """Where an actor with these shares of its machine computes; on the CPU with as many threads as `cpus`."""
+    torch.set_num_threads(max(1, round(cpus)))
+    return torch.device("cuda" if gpus else "cpu")
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

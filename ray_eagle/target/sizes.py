@@ -4,15 +4,12 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from ray_eagle.errors import TargetError
 from ray_eagle.target.layers import READ_BY_FIRST_ID
-
-if TYPE_CHECKING:
-    from ray_eagle.target.loading import TargetFacts
 
 LATENT = READ_BY_FIRST_ID
 """Families with latent attention (MLA), where the config does not say so itself."""
@@ -70,19 +67,6 @@ class TargetSizes:
     latent_attention: bool = False
     quantised: bool = False
     architectures: tuple[str, ...] = ()
-
-    @staticmethod
-    def of(facts: "TargetFacts") -> "TargetSizes":
-        return TargetSizes(
-            path=facts.path,
-            model_type=facts.model_type,
-            layers=facts.layers,
-            hidden_size=facts.hidden_size,
-            vocab_size=facts.vocab_size,
-            max_position_embeddings=facts.max_position_embeddings,
-            rope=facts.rope_parameters,
-            latent_attention=facts.latent is not None or facts.model_type in LATENT,
-        )
 
 
 def read_target(folder: Path) -> TargetSizes:

@@ -27,7 +27,7 @@ from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.hidden_states.schema import Sample
 from ray_eagle.probing.predict import predict
 from ray_eagle.run import CHECKPOINTS, RunFolder
-from ray_eagle.target.loading import TargetFacts, choose_dtype, head_and_embedding
+from ray_eagle.target.loading import TargetFacts, choose_dtype, head_and_embedding, take_device
 from ray_eagle.training import fp8
 from ray_eagle.training.checkpoints import STATE, Checkpoints, describe
 from ray_eagle.training.figures import Recent, validation_figures
@@ -93,8 +93,7 @@ class Trainer:
     def __init__(self, job: TrainJob, rank: int = 0, world: int = 1) -> None:
         self.job, self.rank, self.world = job, rank, world
         self.settings: TrainConfig = job.config.train
-        self.device = torch.device("cuda" if self.settings.use_gpu else "cpu")
-        torch.set_num_threads(max(1, round(self.settings.cpus_per_worker)))
+        self.device = take_device(self.settings.cpus_per_worker, self.settings.use_gpu)
         if self.settings.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses
         torch.use_deterministic_algorithms(self.settings.deterministic)

@@ -79,7 +79,7 @@ def test_facts_are_read_from_the_config_alone(case: Case, tmp_path: Path) -> Non
         assert getattr(facts, name) == getattr(text, name), name
     assert facts.layers == text.num_hidden_layers and facts.num_key_value_heads == text.num_key_value_heads
     rope = text.rope_parameters.get("full_attention", text.rope_parameters)
-    assert facts.rope_parameters == rope
+    assert facts.rope == rope
     assert facts.logits == LOGITS.get(case.name, LogitRule())
 
 

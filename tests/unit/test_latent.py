@@ -141,7 +141,7 @@ def trained(target: tuple[Any, TargetFacts]) -> tuple[float, Drafter]:
     """Its acceptance length before, and the drafter after 160 steps on the target's own answers."""
     model, facts = target
     shape = new_shape(DrafterConfig(architecture="mla"), facts, VOCAB)
-    assert (shape.latent, shape.rope_parameters) == (facts.latent, facts.rope_parameters)
+    assert (shape.latent, shape.rope_parameters) == (facts.latent, facts.rope)
     ids = torch.zeros(VOCAB, dtype=torch.int64), torch.ones(VOCAB, dtype=torch.bool)
     drafter = start_drafter(DrafterConfig(architecture="mla"), facts, *ids, seed=1)
     before = acceptance(model, drafter)

@@ -427,7 +427,7 @@ def test_a_drafter_of_2_gigabytes_is_verified_in_milliseconds(tmp_path: Path) ->
         layers=61,
         max_position_embeddings=262_144,
         aux_layers=(2, 30, 58),
-        rope_parameters={"rope_type": "yarn", "rope_theta": 50000.0},
+        rope={"rope_type": "yarn", "rope_theta": 50000.0},
         intermediate_size=18432,
         num_attention_heads=64,
         num_key_value_heads=64,

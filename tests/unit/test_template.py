@@ -1,5 +1,6 @@
 """From messages to ids: what the template says, token for token, and the target's own ids kept as it wrote them."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from ray_eagle.config import GenerateConfig, TargetConfig
 from ray_eagle.conversations.batches import Batch
 from ray_eagle.conversations.generate import Generator, check_template_system
 from ray_eagle.conversations.prompts import Prompt
-from ray_eagle.conversations.template import render_next_turn, render_prompt
+from ray_eagle.conversations.template import injected_system, render_next_turn, render_prompt, stop_ids
 from ray_eagle.errors import InputError
 from ray_eagle.progress import Silent
 from ray_eagle.target.loading import read_facts
+from tests.chat_templates import STYLES, tokenizer_of
 from tests.tiny import CHAT_TEMPLATE, SPECIALS, tiny_tokenizer
 
 TEXTS = ["Hi", "What is 2 + 2?\n\nThink.", " blanks  around ", "Grüße, 世界 🦅", "{{ x }} {% raw %}", "a\r\n\tb"]
@@ -233,3 +235,17 @@ def test_what_a_template_writes_unasked_is_told() -> None:
     assert "a system text of its own ('Today is 2" in heard.said[0] and "the date of the day" in heard.said[1]
     with pytest.raises(InputError, match=r"expected no system text that nobody asked for, found 'Today is 2"):
         check_template_system(tokenizer, GenerateConfig(template_system="refuse"), heard)
+
+
+def test_end_of_turn_ids_are_those_of_all_files(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("glm")
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert stop_ids(tmp_path, tokenizer) == sorted([5, tokenizer.eos_token_id])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8, tokenizer.eos_token_id]}))
+    assert stop_ids(tmp_path, tokenizer) == sorted([5, 7, 8, tokenizer.eos_token_id])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_system_text_that_the_template_adds_is_found(style: str) -> None:
+    expected = {"injecting": "system\nYou are a helpful assistant.", "harmony": "system\nYou are ChatGPT."}
+    assert injected_system(tokenizer_of(style)) == expected.get(style, "")

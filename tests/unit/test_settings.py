@@ -1,0 +1,329 @@
+"""Settings: what wins over what, where each value came from, and how a wrong one is named."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ray_eagle.config import Config
+from ray_eagle.errors import ConfigError
+from ray_eagle.settings import LoadedConfig, flatten, load_config, parse_flags
+
+FOUNDING = "kimi-k2.5"
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def look_up(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def origin(loaded: LoadedConfig, key: str) -> str:
+    return {name: where for name, _, where in loaded.rows()}[key]
+
+
+def refusal(*, file: str | None = None, flags: list[str] | None = None, preset: str | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, preset, flags)
+    return str(caught.value)
+
+
+# --- layers ---------------------------------------------------------------------------------------------------------
+
+
+def test_flags_win_over_the_file_the_file_over_its_preset_and_the_preset_over_defaults(tmp_path: Path) -> None:
+    file = write(tmp_path / "run.yaml", f"preset: {FOUNDING}\ntrain: {{lr: 1e-4, epochs: 7}}\nseed: 3\n")
+    loaded = load_config(file, flags=["--train.epochs", "9"])
+    found = {
+        key: (look_up(loaded.config, key), origin(loaded, key))
+        for key in ("train.epochs", "train.lr", "seed", "train.noise", "vocab.size", "train.clip", "preset")
+    }
+    assert found == {
+        "train.epochs": (9, "flag"),
+        "train.lr": (1e-4, file),
+        "seed": (3, file),
+        "train.noise": (0.05, f"preset {FOUNDING}"),
+        "vocab.size": (32000, f"preset {FOUNDING}"),
+        "train.clip": (1.0, "default"),
+        "preset": (FOUNDING, file),
+    }
+
+
+CHOICES: dict[str, list[Any]] = {
+    "seed": [1, 2, 3],
+    "train.lr": [1e-4, 2e-4, 3e-4],
+    "train.epochs": [6, 7, 8],
+    "serve.host": ["a", "b", "c"],
+    "target.aux_layers": [(1, 2, 3), (2, 3, 4), (3, 4, 5)],
+    "breakeven.steps": [(1,), (2,), (1, 2, 3)],
+}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_layers_give_what_setting_key_by_key_gives(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    in_file, in_flags = ({k: rng.choice(v) for k, v in CHOICES.items() if rng.random() < 0.5} for _ in range(2))
+    tree: dict[str, Any] = {}
+    for key, value in in_file.items():
+        section, _, leaf = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[leaf] = list(value) if isinstance(value, tuple) else value
+    file = write(tmp_path / "run.yaml", yaml.safe_dump(tree))
+    words = [w for k, v in in_flags.items() for w in (f"--{k}", json.dumps(v))]
+    loaded = load_config(file, flags=words)
+
+    for key, value, where in loaded.rows():
+        if key in in_flags:
+            assert (value, where) == (in_flags[key], "flag")
+        elif key in in_file:
+            assert (value, where) == (in_file[key], file)
+        else:
+            assert (value, where) == (look_up(Config(), key), "default")
+
+
+def test_a_preset_on_the_command_line_replaces_the_one_of_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "run.yaml", "preset: smollm2-cpu\nseed: 4\n")
+    loaded = load_config(file, preset=FOUNDING)
+    assert loaded.config.preset == FOUNDING
+    assert origin(loaded, "preset") == f"preset {FOUNDING}"
+    assert loaded.config.target.path == ""  # smollm2-cpu sets one
+    assert loaded.config.seed == 4
+
+
+def test_nothing_given_is_all_defaults() -> None:
+    loaded = load_config()
+    assert loaded.config == Config()
+    assert {where for _, _, where in loaded.rows()} == {"default"}
+
+
+def test_effective_settings_written_to_a_file_load_to_the_same(tmp_path: Path) -> None:
+    config = load_config(preset=FOUNDING, flags=["--serve.token", '"1e5"', "--ray.address", "auto"]).config
+    file = write(tmp_path / "again.yaml", yaml.safe_dump(config.model_dump(mode="json")))
+    assert load_config(file).config == config
+
+
+# --- flags and values -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "tree"),
+    [
+        (["--train.lr", "0.5"], {"train": {"lr": 0.5}}),
+        (["--train.lr=0.5"], {"train": {"lr": 0.5}}),
+        (["--train-anyway"], {"train_anyway": True}),
+        (["--train-anyway", "--seed", "-3"], {"train_anyway": True, "seed": -3}),
+        (["--train-anyway=false"], {"train_anyway": False}),
+        (["--target.aux-layers", "[1,3,4]"], {"target": {"aux_layers": [1, 3, 4]}}),
+        (["--target.aux_layers=[1, 3, 4]"], {"target": {"aux_layers": [1, 3, 4]}}),
+        (["--breakeven.steps", "[1,2]"], {"breakeven": {"steps": [1, 2]}}),
+        (["--train.lr", "1", "--train.epochs", "2"], {"train": {"lr": 1, "epochs": 2}}),
+        (["--train.lr", "1", "--train.lr", "2"], {"train": {"lr": 2}}),
+        (["--target.aux_layers", "null"], {"target": {"aux_layers": None}}),
+        (["--serve.token", '"1234"'], {"serve": {"token": "1234"}}),
+        (["--serve.token", "'3e5'"], {"serve": {"token": "3e5"}}),
+        (["--run="], {"run": ""}),
+        (["--run", "s3://bucket/a=b"], {"run": "s3://bucket/a=b"}),
+        (["--run=s3://bucket/a=b"], {"run": "s3://bucket/a=b"}),
+        (["--train.lr", "-0.1"], {"train": {"lr": -0.1}}),
+        ([], {}),
+    ],
+)
+def test_flags_become_a_tree(words: list[str], tree: dict[str, Any]) -> None:
+    found = parse_flags(words)
+    assert found == tree
+    assert [type(v) for v in flatten(found).values()] == [type(v) for v in flatten(tree).values()]
+
+
+@pytest.mark.parametrize("words", [["--train.lr", "3e-5"], ["--train.lr=3e-5"], ["--train.lr", "3E-05"]])
+def test_exponents_are_numbers_where_a_number_belongs(words: list[str]) -> None:
+    assert load_config(flags=words).config.train.lr == 3e-5
+    assert load_config(flags=["--serve.token", "3e-5"]).config.serve.token == "3e-5"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("train: {lr: 3e-5}", "train.lr", 3e-5),
+        ("train: {lr: 3E-5}", "train.lr", 3e-5),
+        ("train: {lr: 3.0e-5}", "train.lr", 3e-5),
+        ("train: {betas: [9e-1, 95e-2]}", "train.betas", (0.9, 0.95)),
+        ("target: {aux_layers: null}", "target.aux_layers", None),
+        ("target: {aux_layers: [1, 3, 4]}", "target.aux_layers", (1, 3, 4)),
+        ("drafter: {path: ~}", "drafter.path", None),
+        ('serve: {token: "1234"}', "serve.token", "1234"),
+        ('serve: {token: "3e5"}', "serve.token", "3e5"),
+        ("serve: {token: '1.5e-3'}", "serve.token", "1.5e-3"),
+        ("serve: {token: 3e5}", "serve.token", "3e5"),
+        ("run: 1e5x", "run", "1e5x"),
+        ("", "seed", 0),
+    ],
+)
+def test_values_in_a_file_are_what_their_writer_meant(tmp_path: Path, text: str, key: str, value: Any) -> None:
+    found = look_up(load_config(write(tmp_path / "run.yaml", text)).config, key)
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_a_given_drafter_below_home_is_found_by_whoever_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/x")
+    for given, path in (("~/d", "/home/x/d"), ("/d/~e", "/d/~e"), ("s3://b/d", "s3://b/d"), ("d", "d")):
+        assert load_config(flags=["--drafter.path", given]).config.drafter.path == path
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "nearest"),
+    [
+        ("train: {learning_rte: 1}", "train.learning_rte", None),
+        ("train: {epoch: 1}", "train.epoch", "train.epochs"),
+        ("train: {warmup_shar: 0.1}", "train.warmup_shar", "train.warmup_share"),
+        ("tarin: {lr: 1}", "tarin", "train"),
+        ("epochs: 3", "epochs", "train.epochs"),
+        ("generate: {tokens_per_batch: 3}", "generate.tokens_per_batch", "extract.tokens_per_batch"),
+        ("qqqqqqqq: 3", "qqqqqqqq", None),
+        ("on: 3", True, None),
+        ("1: 3", 1, None),
+    ],
+)
+def test_unknown_key_is_refused_with_the_nearest_known_one(
+    tmp_path: Path, text: str, key: object, nearest: str | None
+) -> None:
+    file = write(tmp_path / "run.yaml", text)
+    message = refusal(file=file)
+    assert message.startswith(f"{file}: unknown setting '{key}'.")
+    if nearest:
+        assert f"Did you mean '{nearest}'?" in message
+
+
+def test_unknown_flag_is_refused_with_the_nearest_known_one() -> None:
+    assert "flag: unknown setting 'train.eposchs'. Did you mean 'train.epochs'?" in refusal(flags=["--train.eposchs=1"])
+    assert "flag: unknown setting 'traim_anyway'. Did you mean 'train_anyway'?" in refusal(flags=["--traim-anyway"])
+    assert refusal(flags=["--train.lr.peak", "1"]).startswith("flag: train.lr: ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train.lr", "fast"),
+        ("train.lr", 0),
+        ("train.lr", -1),
+        ("train.epochs", 2.5),
+        ("train.epochs", 0),
+        ("train.epochs", [1]),
+        ("train.warmup_share", 1),
+        ("generate.held_out_share", -0.1),
+        ("train.compute_dtype", "float16"),
+        ("target.aux_layers", [1, 2]),
+        ("target.aux_layers", [1, 2, 3, 4]),
+        ("target.aux_layers", 3),
+        ("breakeven.steps", [1, 0]),
+        ("serve.port", 65536),
+        ("probe.confidence", 0.5),
+        ("serve.token", 1234),
+        ("serve.token", ""),
+        ("run", 3),
+        ("seed", None),
+        ("train.use_gpu", "maybe"),
+        ("train.lr", {"peak": 1}),
+    ],
+)
+def test_wrong_value_is_named_with_its_key_its_layer_and_itself(tmp_path: Path, key: str, value: object) -> None:
+    section, _, leaf = key.rpartition(".")
+    file = write(tmp_path / "run.yaml", yaml.safe_dump({section: {leaf: value}} if section else {leaf: value}))
+    by_flag = refusal(flags=[f"--{key}={json.dumps(value)}"])
+    for where, message in ((file, refusal(file=file)), ("flag", by_flag)):
+        assert message.startswith(f"{where}: {key}: "), message
+        assert f"found {value!r}." in message or isinstance(value, list)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [([], None), (["--train.compile"], True), (["--train.compile", "false"], False)]
+)
+def test_a_switch_may_be_left_open(tmp_path: Path, words: list[str], expected: bool | None) -> None:
+    assert load_config(flags=words).config.train.compile is expected
+    file = write(
+        tmp_path / "run.yaml", f"train: {{compile: {'null' if expected is None else str(expected).lower()}}}\n"
+    )
+    assert load_config(file).config.train.compile is expected
+
+
+def test_every_wrong_value_is_named_at_once(tmp_path: Path) -> None:
+    file = write(tmp_path / "run.yaml", "train: {lr: -1, epochs: 0}\n")
+    lines = refusal(file=file, flags=["--seed", "x"]).splitlines()
+    assert sorted(line.split(": ")[1] for line in lines) == ["seed", "train.epochs", "train.lr"]
+
+
+@pytest.mark.parametrize("words", [["--train.lr"], ["--train.epochs", "--seed", "3"], ["--train.lr", "true"]])
+def test_a_number_without_its_value_is_not_taken_for_one(words: list[str]) -> None:
+    assert refusal(flags=words).endswith("expected a value, found true.")
+
+
+@pytest.mark.parametrize("value", ["3", "null", "[1]", "fast"])
+def test_a_group_given_a_scalar_is_refused(tmp_path: Path, value: str) -> None:
+    file = write(tmp_path / "run.yaml", f"train: {value}\n")
+    assert f"{file}: 'train' is a group of settings" in refusal(file=file)
+    assert "flag: 'train' is a group of settings" in refusal(flags=["--train", value])
+
+
+def test_half_of_two_settings_that_belong_together_is_refused_where_it_was_given(tmp_path: Path) -> None:
+    file = write(tmp_path / "run.yaml", "breakeven: {cycle_ms: 30}\n")
+    message = refusal(file=file)
+    assert message.startswith(f"{file}: breakeven: ")
+    assert "give both or neither" in message
+    assert load_config(file, flags=["--breakeven.baseline_tps", "82"]).config.breakeven.cycle_ms == 30
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["train.lr", "3"], "found 'train.lr'"),
+        (["--seed", "1", "2"], "found '2'"),
+        (["--target.aux_layers", "[1,2"], "target.aux_layers: not a YAML value"),
+        (["--train", "3", "--train.lr", "3"], "'train' was given a value of its own"),
+    ],
+)
+def test_malformed_command_line_is_refused(words: list[str], part: str) -> None:
+    message = refusal(flags=words)
+    assert message.startswith("command line: ")
+    assert part in message
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"train: {lr: 1", "not valid YAML"),
+        (b"a: b: c\n", "not valid YAML"),
+        (b"\xff\xfe\x00", "not valid YAML"),
+        (b"- 1\n- 2\n", "expected a mapping of settings, found list"),
+        (b"fast\n", "expected a mapping of settings, found str"),
+        (b"!!python/object/apply:os.getcwd []\n", "not valid YAML"),
+    ],
+)
+def test_broken_file_is_named(tmp_path: Path, content: bytes, part: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content)
+    message = refusal(file=str(file))
+    assert message.startswith(f"config file {file}: ")
+    assert part in message
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "no.yaml", tmp_path):
+        assert refusal(file=str(path)).startswith(f"config file {path}: cannot be read")
+
+
+def test_unknown_preset_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    message = refusal(preset="kimi-k2")
+    assert message.startswith("preset 'kimi-k2' does not exist. Did you mean 'kimi-k2.5'?")
+    assert "smollm2-cpu" in message
+    for value in ("3", "[a]", "{a: b}"):
+        assert "does not exist" in refusal(file=write(tmp_path / "b.yaml", f"preset: {value}"))
