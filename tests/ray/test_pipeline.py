@@ -39,6 +39,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> t
     """A run made by `ray-eagle run --json`: its folder, and what was printed."""
     folder = tmp_path_factory.mktemp("whole")
     config = tiny_config(folder, target_folder, train={"epochs": 3, "lr": 3e-3})
+    # so small a break-even is noise, and on a busy machine one that no drafter can pass
+    config = config.model_copy(update={"train_anyway": True})
     (folder / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     done = command("run", "-c", str(folder / "run.yaml"), "--json")
     assert done.returncode == 0, done.stderr
