@@ -30,7 +30,7 @@ from ray_eagle.serving.engine import EngineFacts, Speculation, Work, check_promp
 from ray_eagle.serving.generation import Generation, VerifyPass
 from ray_eagle.target.cache import cache_argument
 from ray_eagle.target.generation import eos_ids
-from ray_eagle.target.loading import TargetFacts, load_tokenizer, read_facts
+from ray_eagle.target.loading import TargetFacts, load_tokenizer, read_facts, take_device
 from ray_eagle.target.stage import load_model
 
 Listener = Callable[[VerifyPass, float], None]
@@ -240,8 +240,7 @@ def load_engine(
     one drafter is given.
     """
     need_one_drafter(drafter_folder, random_shape, "reference")
-    torch.set_num_threads(max(1, round(serve_config.cpus)))
-    device = torch.device("cuda" if serve_config.gpus > 0 else "cpu")
+    device = take_device(serve_config.cpus, serve_config.gpus)
     facts = read_facts(target_config)
     model = load_model(facts, target_config, device, serve_config.dtype if serve_config.dtype != "auto" else "")
     if drafter_folder is not None:
