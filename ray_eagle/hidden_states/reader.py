@@ -100,16 +100,13 @@ class HiddenStates:
                 f"`ray-eagle verify {self.folder.path} --repair`, then `ray-eagle extract`."
             )
 
-    def batches(
-        self, groups: Iterable[list[int]], *, ahead: int = 2, threads: int = 2, pin: bool = False
-    ) -> Iterator[list[Sample]]:
+    def batches(self, groups: Iterable[list[int]], *, ahead: int = 2, threads: int = 2) -> Iterator[list[Sample]]:
         """The samples of each group of numbers, while `threads` read up to `ahead` groups ahead.
 
-        The tensors live in a buffer that is filled again: they are valid until the next group is asked for. With `pin` the
-        buffers are page-locked, so that copies to a GPU may run aside.
+        The tensors live in a buffer that is filled again: they are valid until the next group is asked for.
         """
         with ThreadPoolExecutor(threads, thread_name_prefix="eagle-read") as pool:
-            free = deque(_Buffer(pin) for _ in range(ahead + 1))
+            free = deque(_Buffer() for _ in range(ahead + 1))
             loading: deque[tuple[_Buffer, list[int], list[Future[None]]]] = deque()
             waiting = iter(groups)
 
@@ -266,8 +263,7 @@ class _Remote(_File):
 class _Buffer:
     """Memory for the rows of one group, used again and grown when a group needs more."""
 
-    def __init__(self, pin: bool) -> None:
-        self.pin = pin
+    def __init__(self) -> None:
         self.parts: list[memoryview] = []
         self._memory = torch.empty(0, dtype=torch.uint8)
 
@@ -278,7 +274,7 @@ class _Buffer:
             starts.append(end + row.start % ALIGN)
             end = -(-(starts[-1] + row.bytes) // ALIGN) * ALIGN
         if len(self._memory) < end + ALIGN:
-            self._memory = torch.empty(end + end // 4 + ALIGN, dtype=torch.uint8, pin_memory=self.pin)
+            self._memory = torch.empty(end + end // 4 + ALIGN, dtype=torch.uint8)
         base = -self._memory.data_ptr() % ALIGN
         whole = memoryview(self._memory.numpy())
         self.parts = [whole[base + s : base + s + row.bytes] for s, row in zip(starts, rows, strict=True)]

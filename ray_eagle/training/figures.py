@@ -1,7 +1,8 @@
 """The figures of the log: of training, summed since the last line, and of a validation."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -50,6 +51,13 @@ class Recent:
         counted = torch.tensor([len(s.at_N) for s in scores], dtype=torch.float64).to(self.device, non_blocking=True)
         self.sums_4K += torch.stack([losses, entered.double(), right.double(), counted])
         return losses
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What takes its time here is no training."""
+        began = time.monotonic()
+        yield
+        self.began += time.monotonic() - began
 
     def end_step(self, norm: Tensor, rate: float) -> None:
         self.norms.append(norm)

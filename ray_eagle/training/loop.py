@@ -10,7 +10,7 @@ import math
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -24,7 +24,6 @@ from ray_eagle.config import Config, TrainConfig
 from ray_eagle.drafter.start import channel_rms, start_drafter
 from ray_eagle.errors import CheckpointError, ConfigError, WorkerError
 from ray_eagle.hidden_states.reader import HiddenStates
-from ray_eagle.hidden_states.schema import Sample
 from ray_eagle.probing.predict import predict
 from ray_eagle.run import CHECKPOINTS, RunFolder
 from ray_eagle.target.loading import TargetFacts, choose_dtype, head_and_embedding, take_device
@@ -34,7 +33,7 @@ from ray_eagle.training.figures import Recent, validation_figures
 from ray_eagle.training.flops import pack_flops, peak_tflops
 from ray_eagle.training.losses import Objective, entering_counts, loss_weights
 from ray_eagle.training.optimizer import clip_and_step, make_optimizer
-from ray_eagle.training.packing import Pack, make_pack
+from ray_eagle.training.packing import Pack, read_packs
 from ray_eagle.training.pointwise import PLAIN, compiled
 from ray_eagle.training.schedule import epoch_steps, learning_rate
 from ray_eagle.training.trackers import History
@@ -69,22 +68,30 @@ def train_loop(job: dict[str, Any]) -> None:
             trainer.load(checkpoints.load(record, trainer.device))
     while trainer.step < trainer.total_steps:
         trainer.train_step()
-        if not trainer.at_checkpoint():
-            continue
-        figures = trainer.validate()
-        if trainer.rank:
-            ray.train.report(figures)
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            trainer.save(Path(folder) / STATE)
-            record = describe(Path(folder) / STATE, context.get_experiment_name(), trainer.step, figures)
-            ray.train.report(
-                figures,
-                checkpoint=ray.train.Checkpoint.from_directory(folder),
-                checkpoint_dir_name=record.folder.partition("/")[2],
-            )
-        checkpoints.commit(record, trainer.settings.keep_checkpoints)
+        if trainer.at_checkpoint():
+            with trainer.recent.paused():
+                _checkpoint(trainer, checkpoints)
     trainer.close()
+
+
+def _checkpoint(trainer: "Trainer", checkpoints: Checkpoints) -> None:
+    """Validate on all workers; the first one saves."""
+    import ray.train
+
+    figures = trainer.validate()
+    if trainer.rank:
+        ray.train.report(figures)
+        return
+    experiment = ray.train.get_context().get_experiment_name()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.save(Path(folder) / STATE)
+        record = describe(Path(folder) / STATE, experiment, trainer.step, figures)
+        ray.train.report(
+            figures,
+            checkpoint=ray.train.Checkpoint.from_directory(folder),
+            checkpoint_dir_name=record.folder.partition("/")[2],
+        )
+    checkpoints.commit(record, trainer.settings.keep_checkpoints)
 
 
 class Trainer:
@@ -128,9 +135,9 @@ class Trainer:
         self.optimizer = make_optimizer(self.drafter, lr=s.lr, betas=s.betas, weight_decay=s.weight_decay)
         self.generator = torch.Generator(self.device)
         self.step = 0
-        self._reading: Iterator[list[Sample]] | None = None
+        self._packs: Generator[Pack] | None = None
         self.history = History(job.run, s.trackers) if rank == 0 else None
-        self._recent = Recent(s.unroll_steps, self.device, self._peak())
+        self.recent = Recent(s.unroll_steps, self.device, self._peak())
         self._unchecked: deque[_Unchecked] = deque()
 
     def _peak(self) -> float | None:
@@ -154,12 +161,15 @@ class Trainer:
         the next report on a GPU.
         """
         s = self.settings
-        if self._reading is None:
+        if self._packs is None:
             wanted = (pack for step in self.plan[self.step :] for pack in self._mine(step))
-            self._reading = self.data.batches(wanted, pin=self.device.type == "cuda")
+            gpu = self.device.type == "cuda"  # which computes while its next pack is made
+            self._packs = read_packs(
+                self.data, wanted, s.unroll_steps, everywhere=not s.supervised_only, pin=gpu, aside=gpu
+            )
         packs, flops = [], []
         for index in range(len(self.plan[self.step]))[self.rank :: self.world]:
-            pack, operations = self._pack(next(self._reading), index)
+            pack, operations = self._sent(next(self._packs), index)
             packs.append(pack)
             flops.append(operations)
         counts_K = sum(
@@ -171,7 +181,7 @@ class Trainer:
         losses = []
         for pack, operations in zip(packs, flops, strict=True):
             scores = train_pack(self.weights, pack, self.embedding_VH, self.draft_head_DH, weights_K, self.objective)
-            losses.append(self._recent.add(scores, operations) @ weights_K.double())
+            losses.append(self.recent.add(scores, operations) @ weights_K.double())
         if not packs:  # this worker adds zeros
             self.weights.gather()
             self.weights.settle()
@@ -179,11 +189,11 @@ class Trainer:
         norm = self._update(rate)
         self._unchecked.append(_Unchecked(self.step, norm, losses, names))
         self.step += 1
-        self._recent.end_step(norm, rate)
+        self.recent.end_step(norm, rate)
         self._check(waiting=int(self.device.type == "cuda"))
         if self.step % s.report_every == 0 or self.step == self.total_steps:
             self._check()
-            self._log(self._recent.figures(self._sum))
+            self._log(self.recent.figures(self._sum))
 
     def _update(self, rate: float) -> Tensor:
         """Sum the gradients over workers, clip them and step, all of it on the device. Returns their norm before."""
@@ -216,13 +226,11 @@ class Trainer:
         """This worker's packs of a step."""
         return step[self.rank :: self.world]
 
-    def _pack(self, samples: list[Sample], index: int) -> tuple[Pack, float]:
+    def _sent(self, pack: Pack, index: int) -> tuple[Pack, float]:
         """Pack number `index` of this step on the device, and the floating-point operations it takes.
 
         Its noise depends on seed, step and index alone, whichever worker draws it and however often training was resumed.
         """
-        everywhere, pin = not self.settings.supervised_only, self.device.type == "cuda"
-        pack = make_pack(samples, self.settings.unroll_steps, everywhere=everywhere, pin=pin)
         flops = pack_flops(self.drafter.shape, pack)
         pack = pack.to(self.device, self.compute)
         self.generator.manual_seed(noise_seed(self.job.config.seed, self.step, index))
@@ -282,12 +290,14 @@ class Trainer:
         self.weights.refresh()
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
-        self._reading = None
+        self._packs = None
         if self.history:
             self.history.restore(state["history"])
 
     def close(self) -> None:
-        """Everything is logged."""
+        """Nothing is read any more, and everything is logged."""
+        if self._packs:
+            self._packs.close()
         if self.history:
             self.history.close()
 

@@ -5,11 +5,14 @@ where a server drafts. The sets shrink as k grows, each inside the one before, s
 step 0 is computed on the positions that count alone.
 """
 
+from collections.abc import Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.hidden_states.schema import Sample, aux_states
 
 BLOCK = 256
@@ -149,6 +152,27 @@ def make_pack(samples: list[Sample], steps: int, *, everywhere: bool = False, pi
         spans=spans,
         names=tuple(s.sample_id for s in samples),
     )
+
+
+def read_packs(
+    data: HiddenStates,
+    groups: Iterable[list[int]],
+    steps: int,
+    *,
+    everywhere: bool = False,
+    pin: bool = False,
+    aside: bool = False,
+) -> Generator[Pack]:
+    """The pack of each group of sample numbers, in order. `aside`: a thread makes the next one while this one is used."""
+    packs = (make_pack(samples, steps, everywhere=everywhere, pin=pin) for samples in data.batches(groups))
+    if not aside:
+        yield from packs
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="eagle-pack") as thread:
+        following = thread.submit(next, packs, None)
+        while (pack := following.result()) is not None:
+            following = thread.submit(next, packs, None)
+            yield pack
 
 
 def _spans(computed_T: Tensor, lengths: list[int]) -> tuple[Spans, Tensor]:

@@ -3,9 +3,9 @@
     python -m tests.benchmarks.loader [--gib 2] [--folder /tmp/loader]
 
 Both read the same samples (Llama-3.1-8B's hidden size, log-normal lengths), in the same random order, in batches of about
-8,192 tokens, with two threads' worth of process. Ours lands the bytes in a buffer that is used again, page-locked where
-there is a GPU, and checks nothing it need not; the plain way gets one dict of tensors a file (`weights_only`, memory-mapped
-or not: the faster of the two is shown too).
+8,192 tokens, with two threads' worth of process. Ours lands the bytes in a buffer that is used again, and checks nothing it
+need not; the plain way gets one dict of tensors a file (`weights_only`, memory-mapped or not: the faster of the two is shown
+too).
 """
 
 import argparse
@@ -91,7 +91,7 @@ def main() -> None:
     groups = [[order[i] for i in pack] for pack in plan_packs([states.lengths()[i] for i in order], 8192)]
 
     # one long reading, timed pass by pass, as in training: the buffers are made once
-    reading = states.batches(groups * (given.repeats + 1), pin=torch.cuda.is_available())
+    reading = states.batches(groups * (given.repeats + 1))
 
     def ours() -> int:
         return sum(s.aux.nbytes + s.last.nbytes for _ in groups for s in next(reading))
