@@ -10,7 +10,6 @@ import torch
 
 from ray_eagle.drafter.checkpoint import check_drafter, load_drafter
 from ray_eagle.errors import CheckpointError, ConfigError, InputError, WorkerError
-from ray_eagle.hidden_states.schema import Sample
 from ray_eagle.run import RunFolder
 from ray_eagle.training.loop import Trainer, TrainJob
 from ray_eagle.training.packing import Pack
@@ -192,15 +191,15 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_its_samples(capture
     trainer.train_step()
     before = [p.detach().clone() for p in trainer.drafter.parameters()]
     moments = [s["exp_avg"].clone() for s in trainer.optimizer.state.values()]
-    healthy, names = trainer._pack, []
+    healthy, names = trainer._sent, []
 
-    def poisoned(samples: list[Sample], index: int) -> tuple[Pack, float]:
-        names.extend(s.sample_id for s in samples)
-        pack, flops = healthy(samples, index)
+    def poisoned(pack: Pack, index: int) -> tuple[Pack, float]:
+        names.extend(pack.names)
+        pack, flops = healthy(pack, index)
         pack.aux_TC[0] = float("nan")
         return pack, flops
 
-    trainer._pack = poisoned  # type: ignore[method-assign]
+    trainer._sent = poisoned  # type: ignore[method-assign]
     with pytest.raises(WorkerError, match=r"loss of step 1 is nan, in samples .*ray-eagle verify") as raised:
         trainer.train_step()
     assert names and all(name in str(raised.value) for name in names)
