@@ -7,7 +7,8 @@ STANDIN_VERSION  version that it claims (empty: sglang is not installed)
 STANDIN_MODE     ok, slow, dies, hangs, never, broken, old-names, wrong-counts, merged, stalls, dies-in-answer, unequal
 STANDIN_FILE     a file that a failure waits for or counts in, shared by restarts
 
-Its target says token + 1 after each token (modulo 200), and the drafter is right `token % (steps + 1)` times in a row.
+Its target says token + 1 after each token (modulo 200), and the drafter is right `token % (steps + 1)` times in a row, or
+as often as SGLANG_SIMULATE_ACC_LEN says.
 """
 
 import json
@@ -46,6 +47,15 @@ def expected_passes(prompt: list[int], count: int, steps: int) -> list[tuple[int
         passes.append((len(prompt) + made - 2, accepted))
         made += accepted + 1
     return passes
+
+
+def simulated_passes(length: float, count: int) -> list[int]:
+    """Accepted drafts of every pass of an answer of `count` tokens, where each yields `length` on average."""
+    accepted: list[int] = []
+    while 1 + sum(accepted) + len(accepted) < count:
+        n = len(accepted)
+        accepted.append(int((n + 1) * length) - int(n * length) - 1)
+    return accepted
 
 
 def option(words: list[str], name: str, default: str = "") -> str:
@@ -112,6 +122,9 @@ class StandIn(BaseHTTPRequestHandler):
         """One event a pass (or token), as deltas."""
         count = len(answer)
         passes = [accepted for _, accepted in expected_passes(prompt, count, self.steps)] if self.steps else []
+        length = float(os.environ.get("SGLANG_SIMULATE_ACC_LEN", "-1"))
+        if self.steps and length > 0:
+            passes = simulated_passes(length, count)
         sizes = [1, *([accepted + 1 for accepted in passes] if self.steps else [1] * (count - 1))]
         if self.mode == "merged" and len(sizes) > 3:
             sizes[1:3] = [sizes[1] + sizes[2]]

@@ -147,6 +147,8 @@ class BreakevenRow(Report):
     draft_tokens: int | None = None
     concurrency: int = 1
     mean_context: float = 0.0
+    simulated: float | None = None
+    """Tokens that each cycle yielded, because the server pretended; None: what the random drafter came to, about 1."""
 
 
 class BreakevenReport(Report):
@@ -241,6 +243,7 @@ def breakeven_row(
     topk: int = 1,
     draft_tokens: int | None = None,
     concurrency: int = 1,
+    simulated: float | None = None,
 ) -> BreakevenRow:
     """R of one setting, and whether a perfect drafter would reach it."""
     return BreakevenRow(
@@ -252,6 +255,7 @@ def breakeven_row(
         draft_tokens=draft_tokens or steps + 1,
         concurrency=concurrency,
         mean_context=mean_context(context),
+        simulated=simulated,
     )
 
 

@@ -71,7 +71,10 @@ def breakeven(config: Config, run: RunFolder, facts: TargetFacts | None, progres
         shape = read_shape(Path(given)) if given else new_shape(config.drafter, facts, config.vocab.size)
         progress.say("breakeven: serving the target with a random drafter")
         sweep = [Speculation(steps=steps) for steps in settings.steps] + _sweep(settings.sweep)
-        with deployed(_starting_with(config, sweep[0]) if sweep else config, random_shape=shape) as client:
+        if config.serve.engine == "sglang":
+            yields = settings.acceptance_length
+            sweep = [each.model_copy(update={"simulated": min(yields, each.steps + 1)}) for each in sweep]
+        with deployed(config, random_shape=shape, starting=sweep[0] if sweep else None) as client:
             chosen = prompts[: max(settings.prompts, *(2 * c for c in settings.concurrencies if c > 1), 1)]
             report = breakeven_with(
                 client,
@@ -117,7 +120,7 @@ def probe(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress
 
         predict_at(settings.steps)  # first, so that a drafter for other layers is refused before anything is served
         chosen = Speculation(steps=settings.steps, topk=settings.topk, draft_tokens=settings.draft_tokens or 0)
-        client, engine = stack.enter_context(_client(_starting_with(config, chosen), facts, local, progress))
+        client, engine = stack.enter_context(_client(config, facts, local, progress, chosen))
         served = probe_with(
             client,
             prompts,
@@ -252,8 +255,13 @@ def local_copy(folder: Folder) -> Iterator[Path]:
 
 
 @contextmanager
-def _client(config: Config, facts: TargetFacts, drafter_folder: Path, progress: Progress) -> Iterator[tuple[Any, str]]:
-    """A server that already runs at probe.url, or one deployed for as long as the probe lasts; and its engine."""
+def _client(
+    config: Config, facts: TargetFacts, drafter_folder: Path, progress: Progress, first: Speculation
+) -> Iterator[tuple[Any, str]]:
+    """A server that already runs at probe.url, or one deployed for as long as the probe lasts; and its engine.
+
+    It starts as it will be measured first: one start less.
+    """
     if config.probe.url:
         with HttpClient(config.probe.url, config.serve.token) as client:
             info = client.info()
@@ -265,7 +273,7 @@ def _client(config: Config, facts: TargetFacts, drafter_folder: Path, progress: 
             yield client, info.engine
         return
     progress.say(f"probe: serving the target with the drafter in {drafter_folder}")
-    with deployed(config, drafter_folder=drafter_folder) as client:
+    with deployed(config, drafter_folder=drafter_folder, starting=first) as client:
         yield client, config.serve.engine
 
 
@@ -282,9 +290,3 @@ def _following(progress: Progress, task: str) -> Callable[[int, int, str], None]
 
 def _sweep(settings: Sequence[SpeculationConfig]) -> list[Speculation]:
     return [Speculation(steps=s.steps, topk=s.topk, draft_tokens=s.draft_tokens or 0) for s in settings]
-
-
-def _starting_with(config: Config, first: Speculation) -> Config:
-    """A server that starts as it will be measured first: one start less."""
-    update = {"steps": first.steps, "topk": first.topk, "draft_tokens": first.draft_tokens}
-    return config.model_copy(update={"serve": config.serve.model_copy(update=update)})

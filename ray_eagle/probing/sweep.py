@@ -120,6 +120,10 @@ def run_sweep(
     what the client raises.
     """
     _need(prompts, settings, concurrencies)
+    if any(setting.simulated for setting in settings):
+        raise InputError(
+            "probe: expected settings that draft in earnest, found simulated acceptance. Leave `simulated` out."
+        )
     bootstrap = Bootstrap(confidence, resamples, seed)
     settings, first = list(dict.fromkeys(settings)), concurrencies[0]
     both_ways = {c: evenly(len(prompts), _enough(plain_prompts, c)) for c in concurrencies}
@@ -185,7 +189,7 @@ def run_breakeven_sweep(
     _need(prompts, settings, concurrencies)
     settings = list(dict.fromkeys(settings))
     numbers = list(range(len(prompts)))
-    request = {"max_new_tokens": max_new_tokens}
+    request = {"max_new_tokens": max_new_tokens, "past_end": True}  # so that a batch stays full
     plan = dict.fromkeys(concurrencies, numbers)
     made = _decode(client, prompts, settings, plan, plan, request, progress)
     made.plainly.finish()
@@ -200,13 +204,32 @@ def run_breakeven_sweep(
                 topk=setting.topk,
                 draft_tokens=setting.draft_tokens,
                 concurrency=c,
+                simulated=setting.simulated,
             )
         )
     return BreakevenReport(
         max_new_tokens=max_new_tokens,
         prompts=len(prompts),
         rows=rows,
-        notes=[*context_notes(float(np.mean([row.mean_context for row in rows]))), *made.notes()],
+        notes=[
+            *context_notes(float(np.mean([row.mean_context for row in rows]))),
+            _yield_note(settings),
+            *made.notes(),
+        ],
+    )
+
+
+def _yield_note(settings: Sequence[Speculation]) -> str:
+    """How much was accepted while cycles were timed."""
+    if any(setting.simulated is None for setting in settings):
+        return (
+            "Cycles were timed with a random drafter, of which next to nothing is accepted: the time that a server takes for "
+            "each accepted token is not in it. A probe of a trained drafter measures that too."
+        )
+    yields = " or ".join(f"{tokens:g}" for tokens in sorted({setting.simulated or 0 for setting in settings}))
+    return (
+        f"Cycles were timed while each yielded {yields} tokens, which the server pretends: it takes time for each accepted "
+        "token, so R grows a little with the acceptance length (breakeven.acceptance_length)."
     )
 
 

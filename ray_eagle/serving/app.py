@@ -34,7 +34,7 @@ from ray_eagle.probing.probe import ProbeReport
 from ray_eagle.serving import page
 from ray_eagle.serving.child import free_port
 from ray_eagle.serving.client import HandleClient
-from ray_eagle.serving.engine import EngineFacts
+from ray_eagle.serving.engine import EngineFacts, Speculation
 from ray_eagle.serving.events import NDJSON, Emit, Progressed, Reported
 from ray_eagle.serving.messages import (
     ConfigureRequest,
@@ -119,6 +119,7 @@ class Server:
         drafter_folder: Path | None,
         random_shape: DrafterShape | None,
         seed: int,
+        starting: Speculation | None,
     ) -> None:
         self.token = config.token
         # a server in a child process batches what comes at the same time
@@ -128,7 +129,7 @@ class Server:
         counted = _Metrics().count
         # in the engine's own thread: torch keeps its number of threads for each thread
         self._replica = self._thread.submit(
-            Replica, target, config, drafter_folder, random_shape, seed, on_reply=counted
+            Replica, target, config, drafter_folder, random_shape, seed, starting, on_reply=counted
         ).result()
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
@@ -194,9 +195,16 @@ class Server:
 
 
 def application(
-    config: Config, *, drafter_folder: Path | None = None, random_shape: DrafterShape | None = None
+    config: Config,
+    *,
+    drafter_folder: Path | None = None,
+    random_shape: DrafterShape | None = None,
+    starting: Speculation | None = None,
 ) -> serve.Application:
-    """The Serve application of these settings, with the drafter of a folder or a random one of a shape."""
+    """The Serve application of these settings, with the drafter of a folder or a random one of a shape.
+
+    `starting`: how a server in a child process drafts at first, instead of what the settings say.
+    """
     deployment = serve.deployment(
         ray_actor_options={"num_cpus": config.serve.cpus, "num_gpus": config.serve.gpus}
         | marked(config.serve.gpus, ray.get_runtime_context().runtime_env if ray.is_initialized() else None),
@@ -205,7 +213,7 @@ def application(
         health_check_period_s=2,
         graceful_shutdown_timeout_s=5,
     )
-    return deployment(Server).bind(config.target, config.serve, drafter_folder, random_shape, config.seed)
+    return deployment(Server).bind(config.target, config.serve, drafter_folder, random_shape, config.seed, starting)
 
 
 @contextmanager
@@ -214,6 +222,7 @@ def deployed(
     *,
     drafter_folder: Path | None = None,
     random_shape: DrafterShape | None = None,
+    starting: Speculation | None = None,
     app_name: str = "ray-eagle",
 ) -> Iterator[HandleClient]:
     """Deploy, yield a client, and remove the app; shut Serve down too if it was started here and no other app came.
@@ -234,7 +243,7 @@ def deployed(
         prefix = f"/{app_name}" if running else "/"
         url = _start_http(config.serve) + prefix.rstrip("/")
         target = serve.RunTarget(
-            application(config, drafter_folder=drafter_folder, random_shape=random_shape),
+            application(config, drafter_folder=drafter_folder, random_shape=random_shape, starting=starting),
             name=app_name,
             route_prefix=prefix,
             logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),

@@ -22,6 +22,8 @@ class Speculation(BaseModel):
     topk: Annotated[int, Field(ge=1)] = 1
     draft_tokens: int = 0
     """Tokens verified in one pass, the newest token included. 0: steps + 1."""
+    simulated: Annotated[float, Field(ge=1)] | None = None
+    """Tokens that each cycle yields, whatever is drafted (sglang only): to time cycles, never to judge a drafter."""
 
     @model_validator(mode="before")
     @classmethod
@@ -46,6 +48,8 @@ class Work:
     temperature: float = 0.0
     gaps: bool = False
     """Also say how far apart the two best tokens were at each step (plain decoding only)."""
+    past_end: bool = False
+    """Go on behind an end-of-sequence token, up to max_new_tokens."""
 
 
 class EngineFacts(BaseModel):
@@ -62,7 +66,7 @@ class EngineFacts(BaseModel):
     max_concurrency: int = 1
     """Requests that it really decodes together."""
     simulated: list[str] = []
-    """Settings by which it only pretends to accept drafts."""
+    """Settings by which it only pretends to accept drafts, other than its `speculation`."""
     flags: list[str] = []
     """The flags that make a server of this kind draft in this way."""
     dtype: str = ""
@@ -137,5 +141,5 @@ def need_one_drafter(drafter_folder: Path | None, random_shape: DrafterShape | N
 
 
 def starting_speculation(config: ServeConfig) -> Speculation:
-    """How a server drafts until someone says otherwise."""
+    """How a server drafts if nobody says otherwise."""
     return Speculation(steps=config.steps, topk=config.topk, draft_tokens=config.draft_tokens or 0)

@@ -7,7 +7,7 @@ from ray_eagle.conversations.template import stop_ids
 from ray_eagle.drafter.checkpoint import check_drafter, check_fits
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.serving import reference
-from ray_eagle.serving.engine import Engine, need_one_drafter
+from ray_eagle.serving.engine import Engine, Speculation, need_one_drafter
 from ray_eagle.serving.server import Models, ServerEngine
 from ray_eagle.serving.sglang import SGLang
 from ray_eagle.serving.vllm import VLLM
@@ -20,8 +20,11 @@ def load_engine(
     drafter_folder: Path | None,
     random_shape: DrafterShape | None,
     seed: int,
+    starting: Speculation | None = None,
 ) -> tuple[Engine, TargetFacts, DrafterShape]:
     """The engine with the drafter of a folder, or a random one of a shape; the target's facts; the drafter's shape.
+
+    `starting`: how a server drafts at first. Default: as its settings say.
 
     Raises TargetError, CheckpointError (a damaged drafter, or one made for another target), ConfigError unless exactly
     one drafter is given, ServingError when a server does not start.
@@ -52,4 +55,4 @@ def load_engine(
         trust_remote_code=target.trust_remote_code,
     )
     kind = SGLang if serve.engine == "sglang" else VLLM
-    return ServerEngine(kind(serve, models), serve, models), facts, shape
+    return ServerEngine(kind(serve, models), serve, models, starting), facts, shape

@@ -70,6 +70,8 @@ class DecodeRequest(Message):
     temperature: Annotated[float, Field(ge=0)] = 0.0
     gaps: bool = False
     """Also say how far apart the two best tokens were (without speculation only)."""
+    past_end: bool = False
+    """Go on behind an end-of-sequence token, up to max_new_tokens (sglang and vllm)."""
 
 
 class GenerateReply(Message):

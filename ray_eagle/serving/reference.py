@@ -65,12 +65,14 @@ class ReferenceEngine:
         self._hooks = [layers[i].register_forward_hook(self._capture(i)) for i in self._chain.aux_layers]
 
     def configure(self, speculation: Speculation | None) -> None:
-        """How `generate` decodes. Raises ConfigError for trees and part-verified chains, and without a drafter."""
+        """How `generate` decodes. Raises ConfigError for what it cannot do, and without a drafter."""
         if speculation and (speculation.topk > 1 or speculation.draft_tokens != speculation.steps + 1):
             raise ConfigError(
                 f"reference engine: expected a chain (topk 1, draft_tokens = steps + 1), found {speculation.name}. Use "
                 "serve.engine sglang for trees."
             )
+        if speculation and speculation.simulated:
+            raise ConfigError("reference engine: expected no simulated acceptance, which only the sglang engine has.")
         if speculation and self._chain is None:
             raise ConfigError("speculative decoding: expected a drafter, found no drafter.")
         self._speculation = speculation
@@ -82,6 +84,8 @@ class ReferenceEngine:
                 f"reference engine: expected greedy decoding of one prompt at a time, found {concurrency} at once"
                 f"{', sampled' if any(each.temperature > 0 for each in work) else ''}. Use serve.engine sglang."
             )
+        if any(each.past_end for each in work):
+            raise ConfigError("reference engine: expected answers that stop at their end, found past_end.")
         chosen = self._speculation
         if chosen is None:
             return [self.plain(each.input_ids, each.max_new_tokens, gaps=each.gaps) for each in work]

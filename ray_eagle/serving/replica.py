@@ -46,10 +46,13 @@ class Replica:
         drafter_folder: Path | None,
         random_shape: DrafterShape | None,
         seed: int,
+        starting: Speculation | None = None,
         on_reply: Callable[[GenerateReply], None] = lambda reply: None,
     ) -> None:
         """Loads both models; raises as `load_engine`. `on_reply` sees every answer, those of a probe included."""
-        self._engine, self._facts, self._shape = load_engine(target, serve, drafter_folder, random_shape, seed)
+        self._engine, self._facts, self._shape = load_engine(
+            target, serve, drafter_folder, random_shape, seed, starting
+        )
         self._tokenizer = load_tokenizer(self._facts, target)
         self._on_reply = on_reply
         self._serve = serve
@@ -116,7 +119,7 @@ class Replica:
     def decode(self, request: DecodeRequest) -> DecodeReply:
         """Raises as `Engine.generate`."""
         work = [
-            Work(ids, request.max_new_tokens, temperature=request.temperature, gaps=request.gaps)
+            Work(ids, request.max_new_tokens, request.temperature, gaps=request.gaps, past_end=request.past_end)
             for ids in request.prompts
         ]
         made = self._engine.generate(work, request.concurrency)

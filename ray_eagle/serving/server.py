@@ -66,8 +66,8 @@ class Dialect(Protocol):
     essential: str
     """Pattern of the titles of the processes that it cannot live without."""
 
-    def environment(self) -> dict[str, str]:
-        """Of its process."""
+    def environment(self, speculation: Speculation | None = None) -> dict[str, str]:
+        """Of its process when it decodes so."""
 
     def command(self, port: int, speculation: Speculation | None, drafter: Path) -> list[str]:
         """Its command line; the host is loopback."""
@@ -107,8 +107,10 @@ class Running:
 class ServerEngine:
     """`Engine` by child processes that speak a dialect: one, or one that speculates and one that does not."""
 
-    def __init__(self, dialect: Dialect, config: ServeConfig, models: Models) -> None:
-        """Starts the server, speculating. Raises ConfigError, ServingError."""
+    def __init__(
+        self, dialect: Dialect, config: ServeConfig, models: Models, starting: Speculation | None = None
+    ) -> None:
+        """Starts the server, speculating so (default: as the settings say). Raises ConfigError, ServingError."""
         self.parallel = config.max_running
         self._dialect, self._config, self._models = dialect, config, models
         self._scratch = tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX)
@@ -121,7 +123,7 @@ class ServerEngine:
         self._failed = ""
         self._closed = False
         try:
-            self.configure(starting_speculation(config))
+            self.configure(starting or starting_speculation(config))
         except BaseException:
             self.close()
             raise
@@ -143,7 +145,7 @@ class ServerEngine:
             self._current = None
             try:
                 self._stop(all_but=keep)
-                environment, scratch = dialect.environment(), self._scratch.name
+                environment, scratch = dialect.environment(speculation), self._scratch.name
                 child = Child(dialect.name, command, environment, port, dialect.essential, scratch)
                 child.await_healthy(self._config.start_s, self._config.hang_s)
             except (EagleError, OSError) as error:
@@ -175,6 +177,7 @@ class ServerEngine:
         now = self._running()
         told = self._dialect.facts(self._get)
         drafter = str(self._models.drafter or "random")
+        asked = now.speculation and now.speculation.simulated
         return told.model_copy(
             update={
                 "server": f"{now.child.mark}, process {now.child.pid}{told.server}",
@@ -184,7 +187,7 @@ class ServerEngine:
                 "side_by_side": self._side_by_side,
                 "requests": self._gate.entered[now],
                 "running": self._gate.inside,
-                "simulated": sorted({*told.simulated, *_simulated(self._dialect.environment())}),
+                "simulated": sorted({*([] if asked else told.simulated), *_simulated(self._dialect.environment())}),
             }
         )
 

@@ -34,8 +34,16 @@ class SGLang:
         self.version = installed_version(self._python, self.environment())
         self._release = release_of(self.version, config.version)
 
-    def environment(self) -> dict[str, str]:
-        return child_environment(self._config)
+    def environment(self, speculation: Speculation | None = None) -> dict[str, str]:
+        pretence = {}
+        if speculation and speculation.simulated:
+            pretence = {
+                "SGLANG_SIMULATE_ACC_LEN": str(speculation.simulated),
+                "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
+                # of trees only one fixed token can be accepted
+                "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token" if speculation.topk == 1 else "fixed",
+            }
+        return child_environment(self._config) | pretence
 
     def command(self, port: int, speculation: Speculation | None, drafter: Path) -> list[str]:
         """Radix cache off: a hit would shorten the prefill and change acceptance. Every step is streamed, as a delta."""
@@ -89,6 +97,7 @@ class SGLang:
             "repetition_penalty": 1.0,
             "frequency_penalty": 0.0,
             "presence_penalty": 0.0,
+            "ignore_eos": work.past_end,
         }
         body: dict[str, Any] = {"input_ids": list(work.input_ids), "sampling_params": sampling, "stream": not work.gaps}
         if work.gaps:

@@ -54,7 +54,7 @@ class VLLM:
         self._config, self._models = config, models
         self._python = config.python or sys.executable
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, speculation: Speculation | None = None) -> dict[str, str]:
         return child_environment(self._config)
 
     def command(self, port: int, speculation: Speculation | None, drafter: Path) -> list[str]:
@@ -82,11 +82,13 @@ class VLLM:
         ]
 
     def flags(self, speculation: Speculation | None, drafter: str) -> list[str]:
-        """Raises ConfigError for trees and part-verified chains, which vLLM does not draft."""
+        """Raises ConfigError for trees, part-verified chains and simulated acceptance, which vLLM does not do."""
         if speculation is None:
             return []
         if speculation.topk > 1 or speculation.draft_tokens != speculation.steps + 1:
             raise ConfigError(f"vllm: expected a chain (topk 1, draft_tokens = steps + 1), found {speculation.name}.")
+        if speculation.simulated:
+            raise ConfigError("vllm: expected no simulated acceptance, which only the sglang engine has.")
         chosen = {"method": "eagle3", "model": drafter, "num_speculative_tokens": speculation.steps}
         return ["--speculative-config", json.dumps(chosen)]
 
@@ -105,6 +107,7 @@ class VLLM:
             "repetition_penalty": 1.0,
             "frequency_penalty": 0.0,
             "presence_penalty": 0.0,
+            "ignore_eos": work.past_end,
             "return_token_ids": True,
             "stream": not work.gaps,
         }

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +99,8 @@ def measure(name: str, idle: int, end: Callable[[], Any]) -> bool:
     return good
 
 
-def in_an_app(words: list[str], idle: int) -> list[bool]:
-    """The scheduler, the replica (Serve starts another after each), and `serve delete`."""
+def in_an_app(words: list[str], idle: int, killed: Sequence[str] = ("scheduler", "replica")) -> list[bool]:
+    """Those that are killed (Serve starts another after each), and `serve delete`."""
     config = (
         load_config(None, None, words).config if words[0] != "-c" else load_config(words[1], None, words[2:]).config
     )
@@ -118,7 +118,7 @@ def in_an_app(words: list[str], idle: int) -> list[bool]:
 
             return other
 
-        for name in ("scheduler", "replica"):
+        for name in killed:
             server = app.engine().server
             schedulers = [pid for pid in owned() if command_line(pid).startswith("sglang::scheduler")]
             victim = app.info().pid if name == "replica" else (schedulers or [launcher()])[0]

@@ -16,6 +16,7 @@ from ray_eagle.drafter.checkpoint import save_drafter
 from ray_eagle.drafter.model import Drafter
 from ray_eagle.errors import CheckpointError, ConfigError, InputError
 from ray_eagle.probing.walk import walk_answer
+from ray_eagle.serving.engine import Speculation, Work
 from ray_eagle.serving.generation import Generation, complete_passes
 from ray_eagle.serving.reference import ReferenceEngine, load_engine, random_drafter
 from tests.tiny import VOCAB, tiny_drafter, tiny_shape, tiny_target
@@ -359,6 +360,10 @@ def test_impossible_requests_are_refused(model: Any) -> None:
                 run(prompt, count)
     with pytest.raises(ConfigError, match="steps = 0"):
         engine.speculate([1], 5, 0)
+    with pytest.raises(ConfigError, match="simulated acceptance"):
+        engine.configure(Speculation(steps=3, simulated=2.5))
+    with pytest.raises(ConfigError, match="past_end"):
+        engine.generate([Work([1], 5, past_end=True)])
     with pytest.raises(ConfigError, match="no drafter"):
         ReferenceEngine(model, []).speculate([1], 5, 1)
 

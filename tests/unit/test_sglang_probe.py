@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from ray_eagle.errors import ServingError
+from ray_eagle.errors import InputError, ServingError
 from ray_eagle.probing.reports import ProbePrompt, ProbeReport
 from ray_eagle.probing.sweep import run_breakeven_sweep, run_sweep
 from ray_eagle.serving.engine import EngineFacts, Speculation, Work
 from ray_eagle.serving.messages import GenerateReply
 from ray_eagle.serving.server import _Gate
+from tests.standin import expected_passes
 from tests.unit import test_sglang_engine
 from tests.unit.test_sglang_engine import start
 
@@ -42,8 +43,9 @@ class Local:
         concurrency: int,
         temperature: float = 0,
         gaps: bool = False,
+        past_end: bool = False,
     ) -> list[GenerateReply]:
-        work = [Work(ids, max_new_tokens, temperature, gaps) for ids in prompts]
+        work = [Work(ids, max_new_tokens, temperature, gaps, past_end) for ids in prompts]
         made = self._engine.generate(work, concurrency)
         return [GenerateReply(text="", prompt_length=len(p), **vars(a)) for p, a in zip(prompts, made, strict=True)]
 
@@ -76,6 +78,50 @@ def test_break_even_with_a_random_drafter(engine: Any) -> None:
         assert 0.3 < row.needed == row.speed.break_even < 4
         assert row.can_pay == (row.needed < 4)
         assert row.mean_context == pytest.approx(sum(len(p.input_ids) for p in PROMPTS) / 8 + 14.5)
+
+
+@pytest.mark.parametrize("share", [None, 0.4])
+def test_break_even_is_measured_as_if_drafts_were_accepted(tmp_path: Path, share: float | None) -> None:
+    """And the server says so of itself, and drafts in earnest again afterwards."""
+    engine = start(tmp_path, memory_share=share)
+    seen: list[tuple[float | None, list[int]]] = []
+
+    class Watched(Local):
+        def decode(self, **request: Any) -> list[GenerateReply]:
+            replies = super().decode(**request)
+            now = engine.facts().speculation
+            seen.extend((now and now.simulated, [p.accepted for p in reply.passes]) for reply in replies)
+            assert request["past_end"]
+            return replies
+
+    setting = Speculation(steps=3, simulated=2.5)
+    report = run_breakeven_sweep(
+        Watched(engine), PROMPTS, settings=[setting], concurrencies=[2], max_new_tokens=30, resamples=100
+    )
+    assert engine.facts().simulated == []
+    engine.configure(Speculation(steps=3))
+    [answer] = engine.generate([Work([5, 6, 7], 40)])
+    engine.close()
+    assert [(p.start, p.accepted) for p in answer.passes] == expected_passes([5, 6, 7], 40, 3)
+    assert [row.simulated for row in report.rows] == [2.5]
+    assert any("each yielded 2.5 tokens" in note for note in report.notes)
+    for simulated, accepted in seen:
+        assert simulated in (2.5, None) and bool(accepted) == (simulated is not None)
+        if len(accepted) > 4:  # not one that warms up
+            assert 2.4 <= 1 + sum(accepted) / len(accepted) <= 2.6
+    assert sum(simulated is None for simulated, _ in seen) == sum(simulated is not None for simulated, _ in seen)
+
+
+def test_a_drafter_is_never_judged_by_simulated_acceptance(engine: Any) -> None:
+    with pytest.raises(InputError, match="in earnest, found simulated acceptance"):
+        run_sweep(
+            Local(engine),
+            PROMPTS,
+            settings=[Speculation(steps=3, simulated=2.5)],
+            concurrencies=[1],
+            max_new_tokens=8,
+            plain_prompts=2,
+        )
 
 
 def test_two_servers_take_turns_and_each_is_the_same_all_along(tmp_path: Path) -> None:
