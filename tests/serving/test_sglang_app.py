@@ -182,6 +182,7 @@ def test_the_stages_measure_on_it(generated: Path, drafter_folder: Path, tmp_pat
     pipe.stage("probe-given")
     report = build_report(config, pipe.run)
     assert report.break_even_before_training.keys() == {2}
+    assert any("each yielded 2.5 tokens" in line for line in watch.said)
     assert any("at concurrency 1 you need" in line and "at 2 you need" in line for line in watch.said)
     assert {(row.steps, row.concurrency) for row in report.sweep} == {(2, 1), (2, 2), (1, 1), (1, 2)}
     assert report.engine == "sglang 0.5.17" and report.plain_identical_share == 1

@@ -282,6 +282,8 @@ def test_vllms_command_line(vllm: VLLM) -> None:
     assert "--speculative-config" not in vllm.command(1234, None, Path("/d"))
     with pytest.raises(ConfigError, match="chain"):
         vllm.flags(Speculation(steps=3, topk=2), "/d")
+    with pytest.raises(ConfigError, match="simulated acceptance"):
+        vllm.flags(Speculation(steps=3, simulated=2), "/d")
 
 
 def test_vllm_reads_layer_ids_as_inputs(vllm: VLLM, tmp_path: Path) -> None:
