@@ -19,7 +19,7 @@ SMALLEST = 1e-12
 """The largest magnitude is taken as at least this, so that zeros have a scale."""
 
 
-Quantiser = Callable[[Tensor, torch.dtype, bool, bool], tuple[Tensor, Tensor, Tensor]]
+Quantiser = Callable[[list[Tensor], torch.dtype, bool, bool], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,23 @@ class Quantised:
         return Quantised(self.values[:, columns], self.turned[columns], self.scale, self.count)
 
 
-def quantise(x_MN: Tensor, kind: torch.dtype, *, values: bool = True, turned: bool = True) -> Quantised:
-    """The largest magnitude becomes the largest number of `kind`. In either form or both. Never waits for the GPU."""
+def quantise(parts: list[Tensor], kind: torch.dtype, *, values: bool = True, turned: bool = True) -> Quantised:
+    """Matrices on top of each other, as one. The largest magnitude becomes the largest number of `kind`.
+
+    In either form or both. Never waits for the GPU.
+    """
     function: Quantiser = plain_quantise
-    if x_MN.is_cuda:
+    if parts[0].is_cuda:
         from ray_eagle.training import kernels
 
         function = kernels.quantise
-    values_MN, turned_NM, scale = function(x_MN, kind, values, turned)
-    return Quantised(values_MN, turned_NM, scale, len(x_MN))
+    values_MN, turned_NM, scale = function(parts, kind, values, turned)
+    return Quantised(values_MN, turned_NM, scale, sum(map(len, parts)))
 
 
-def plain_quantise(x_MN: Tensor, kind: torch.dtype, values: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
+def plain_quantise(parts: list[Tensor], kind: torch.dtype, values: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Values, turned and scale in plain torch."""
-    most = torch.finfo(kind).max
+    most, x_MN = torch.finfo(kind).max, torch.cat(parts)
     largest = x_MN.abs().amax() if x_MN.numel() else x_MN.new_zeros(())
     scale = largest.float().clamp(min=SMALLEST) / most
     small = F.pad((x_MN.float() / scale).clamp(-most, most), (0, 0, 0, -len(x_MN) % MULTIPLE)).to(kind)

@@ -65,27 +65,32 @@ def row_losses(logits_RD, teacher_SD, row_R, target_R, weight_R, objective):
     return losses_R, best_R
 
 
-def quantise(x_MN, kind, values, turned):
-    """`fp8.plain_quantise`: the matrix is read twice, once for its largest magnitude; both forms are written from one tile."""
-    x_MN = x_MN.contiguous()
-    rows, columns = x_MN.shape
+def quantise(parts, kind, values, turned):
+    """`fp8.plain_quantise`: each part is read twice, first for the largest magnitude; both forms are written from one tile."""
+    parts = [part.contiguous() for part in parts]
+    rows, columns, device = sum(map(len, parts)), parts[0].shape[1], parts[0].device
     padded = triton.cdiv(rows, fp8.MULTIPLE) * fp8.MULTIPLE
     values_MN, turned_NM = (
-        torch.empty(shape if wanted else (0, 0), dtype=kind, device=x_MN.device)
+        torch.empty(shape if wanted else (0, 0), dtype=kind, device=device)
         for shape, wanted in (((padded, columns), values), ((columns, padded), turned))
     )
-    largest = torch.zeros((), dtype=torch.int32, device=x_MN.device)
-    scale = torch.empty((), dtype=torch.float32, device=x_MN.device)
-    count = rows * columns
-    if count:
-        programs = min(triton.cdiv(count, LARGEST_BLOCK), LARGEST_PROGRAMS)
-        rounds = triton.cdiv(count, programs * LARGEST_BLOCK)
-        _largest[(programs,)](x_MN, largest, count, programs, rounds, BLOCK=LARGEST_BLOCK, num_warps=8)
-    grid = (triton.cdiv(padded, TILE), triton.cdiv(columns, TILE)) if count else (1, 1)
-    _quantise[grid](
-        x_MN, largest, scale, values_MN, turned_NM, rows, columns, padded, torch.finfo(kind).max, fp8.SMALLEST,
-        VALUES=values, TURNED=turned, TILE=TILE, num_warps=8,
-    )  # fmt: skip
+    largest = torch.zeros((), dtype=torch.int32, device=device)
+    scale = torch.empty((), dtype=torch.float32, device=device)
+    for part in parts:
+        if count := part.numel():
+            programs = min(triton.cdiv(count, LARGEST_BLOCK), LARGEST_PROGRAMS)
+            rounds = triton.cdiv(count, programs * LARGEST_BLOCK)
+            _largest[(programs,)](part, largest, count, programs, rounds, BLOCK=LARGEST_BLOCK, num_warps=8)
+    start = 0
+    for number, part in enumerate(parts):
+        last = number == len(parts) - 1
+        room = padded - start if last else len(part)  # what pads the matrix is the last part's
+        grid = (max(1, triton.cdiv(room, TILE)), max(1, triton.cdiv(columns, TILE)))
+        _quantise[grid](
+            part, largest, scale, values_MN[start:], turned_NM[:, start:], len(part), columns, room, padded,
+            torch.finfo(kind).max, fp8.SMALLEST, VALUES=values, TURNED=turned, TILE=TILE, num_warps=8,
+        )  # fmt: skip
+        start += len(part)
     return values_MN, turned_NM, scale
 
 
@@ -252,10 +257,10 @@ def _largest(x, largest, count, programs, rounds, BLOCK: tl.constexpr):
 
 @triton.jit
 def _quantise(
-    x, largest, scale, values, turned, rows, columns, padded, most, smallest,
+    x, largest, scale, values, turned, rows, columns, room, padded, most, smallest,
     VALUES: tl.constexpr, TURNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile. Rows beyond the matrix are zeros."""
+    """One program: one tile of a part of `rows` rows in a place of `room`, zeros beyond; the whole matrix has `padded`."""
     bits = tl.load(largest)
     top = bits.to(tl.float32, bitcast=True)
     unit = tl.where(top < smallest, smallest, top) / most  # a NaN stays one
@@ -263,7 +268,7 @@ def _quantise(
         tl.store(scale, unit)
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = (row < padded)[:, None] & (column < columns)[None, :]
+    inside = (row < room)[:, None] & (column < columns)[None, :]
     real = (row < rows)[:, None] & (column < columns)[None, :]
     value = tl.load(x + row[:, None] * columns + column[None, :], real, other=0.0).to(tl.float32) / unit
     small = tl.minimum(tl.maximum(value, -most), most)

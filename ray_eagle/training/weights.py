@@ -19,6 +19,9 @@ from ray_eagle.training.pointwise import PLAIN, Pointwise
 ROWS = 2048
 """Weight gradients of fewer rows wait for more: a product of few rows is as slow as its sum is large."""
 
+ROWS_8_BITS = 4096
+"""The same for 8-bit products, which are added to the sum in a pass of their own."""
+
 PADDED_ROWS = 64
 """On CPUs rows come in multiples of this."""
 
@@ -28,6 +31,7 @@ class Matrix:
 
     def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, eight_bits: bool = False) -> None:
         self.parameters, self.dtype, self.eight_bits = parameters, dtype, eight_bits
+        self._enough = ROWS_8_BITS if eight_bits else ROWS
         self.value = torch.empty(0, dtype=dtype)
         """[out, in] in `dtype`; nothing when the products are in 8 bits."""
         self._quantised: fp8.Quantised | None = None
@@ -40,8 +44,7 @@ class Matrix:
         """Copy the parameters again, after they changed."""
         masters = [parameter.detach() for parameter in self.parameters]
         if self.eight_bits:
-            whole = torch.cat([master.to(self.dtype) for master in masters])
-            self._quantised = fp8.quantise(whole, fp8.FORWARD)
+            self._quantised = fp8.quantise(masters, fp8.FORWARD)
         elif len(masters) == 1 and masters[0].dtype == self.dtype:
             self.value = masters[0]
         else:
@@ -73,22 +76,18 @@ class Matrix:
         waiting, self._waiting = self._waiting, []
         whole = [(gradient, x_NI) for rows, gradient, x_NI in waiting if rows == slice(None)]
         if whole:
-            gradient, x_NI = whole[0]
-            if len(whole) > 1:
-                gradient = Gradient(torch.cat([gradient.value for gradient, _ in whole]))
-                x_NI = torch.cat([x_NI for _, x_NI in whole])
-            self._add(self._gradient, gradient, x_NI, self._empty)
+            self._add(self._gradient, [gradient for gradient, _ in whole], [x_NI for _, x_NI in whole], self._empty)
         elif self._empty:
             self._gradient.zero_()
         self._empty = False
         for rows, gradient, x_NI in waiting:
             if rows != slice(None):
-                self._add(self._gradient[rows], gradient, x_NI, False)
+                self._add(self._gradient[rows], [gradient], [x_NI], False)
 
     def product(self, x_NI: Tensor, rows: slice = slice(None), add: Tensor | None = None) -> Tensor:
         """[N, out]: x times the rows of the matrix, transposed; `add` [N, out] is added before rounding."""
         if self._quantised is not None:
-            x = fp8.quantise(x_NI, fp8.FORWARD, turned=False)
+            x = fp8.quantise([x_NI], fp8.FORWARD, turned=False)
             out = fp8.product(x, self._quantised.rows(rows), x_NI.dtype)
             return out if add is None else out.add_(add)
         weight, x = self.value[rows], padded(x_NI)
@@ -99,7 +98,7 @@ class Matrix:
         """The output's gradient, quantised once for both products where there are enough rows."""
         if self._quantised is None:
             return Gradient(grad_NO)
-        return Gradient(grad_NO, fp8.quantise(grad_NO, fp8.BACKWARD, turned=len(grad_NO) >= ROWS))
+        return Gradient(grad_NO, fp8.quantise([grad_NO], fp8.BACKWARD, turned=len(grad_NO) >= self._enough))
 
     def backward(self, grad_NO: Tensor, x_NI: Tensor, rows: slice = slice(None)) -> Tensor:
         """Add the weight's gradient to the buffer, and return the input's [N, in]."""
@@ -119,17 +118,19 @@ class Matrix:
         if not len(x_NI):
             return
         self._waiting.append((rows, gradient, x_NI))
-        if sum(len(x_NI) for *_, x_NI in self._waiting) >= ROWS:
+        if sum(len(x_NI) for *_, x_NI in self._waiting) >= self._enough:
             self.settle()
 
-    def _add(self, sum_OI: Tensor, gradient: "Gradient", x_NI: Tensor, empty: bool) -> None:
+    def _add(self, sum_OI: Tensor, gradients: list["Gradient"], xs: list[Tensor], empty: bool) -> None:
+        values = [gradient.value for gradient in gradients]
         if self._quantised is None:
-            add_product(sum_OI, padded(gradient.value).T, padded(x_NI), empty)
+            grad_NO, x_NI = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (values, xs))
+            add_product(sum_OI, padded(grad_NO).T, padded(x_NI), empty)
             return
-        quantised = gradient.quantised
-        if quantised is None or not quantised.turned.numel():
-            quantised = fp8.quantise(gradient.value, fp8.BACKWARD, values=False)
-        x = fp8.quantise(x_NI, fp8.FORWARD, values=False)
+        quantised = gradients[0].quantised
+        if len(gradients) > 1 or quantised is None or not quantised.turned.numel():
+            quantised = fp8.quantise(values, fp8.BACKWARD, values=False)
+        x = fp8.quantise(xs, fp8.FORWARD, values=False)
         fp8.add_product(sum_OI, quantised.transposed(), x.transposed(), empty)
 
 

@@ -170,9 +170,9 @@ def test_eight_bits_on_the_gpu_equal_their_emulation(fast: pointwise.Pointwise) 
     for kind in (fp8.FORWARD, fp8.BACKWARD):
         products = []
         for device in (GPU, torch.device("cpu")):
-            x, y = fp8.quantise(a.to(device), kind), fp8.quantise(b.to(device), fp8.FORWARD)
+            x, y = fp8.quantise([a.to(device)], kind), fp8.quantise([b.to(device)], fp8.FORWARD)
             total = torch.ones(256, 256, device=device)
-            fp8.add_product(total, x.transposed(), fp8.quantise(a.to(device), fp8.FORWARD).transposed())
+            fp8.add_product(total, x.transposed(), fp8.quantise([a.to(device)], fp8.FORWARD).transposed())
             products.append((x.values.float(), fp8.product(x, y, torch.bfloat16), total))
         for one, other in zip(*products, strict=True):
             assert one.shape == other.shape and relative(one, other) < 1e-2
@@ -183,19 +183,29 @@ def test_eight_bits_on_the_gpu_equal_their_emulation(fast: pointwise.Pointwise) 
 
 
 @pytest.mark.parametrize("kind", [fp8.FORWARD, fp8.BACKWARD])
-@pytest.mark.parametrize("size", [(1, 16), (37, 256), (300, 1040), (4096, 48)])
-def test_the_quantising_kernel_equals_the_plain_one(size: tuple[int, int], kind: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("size", "parts"), [((1, 16), 1), ((37, 256), 1), ((300, 1040), 3), ((4096, 48), 2), ((517, 64), 4)]
+)
+def test_the_quantising_kernel_equals_the_plain_one(
+    size: tuple[int, int], parts: int, kind: torch.dtype, dtype: torch.dtype
+) -> None:
     torch.manual_seed(size[0])
-    x = (torch.randn(size) * 10 ** torch.randn(size)).bfloat16()
-    values, turned, scale = fp8.plain_quantise(x, kind, True, True)
-    found = fp8.quantise(x.to(GPU), kind)
+    x = (torch.randn(size) * 10 ** torch.randn(size)).to(dtype)
+    values, turned, scale = fp8.plain_quantise([x], kind, True, True)
+    edges = torch.randint(0, size[0] + 1, (parts - 1,)).sort().values.tolist()
+    found = fp8.quantise(list(x.to(GPU).tensor_split(edges)), kind)
     torch.testing.assert_close(found.scale.cpu(), scale)
     assert torch.equal(found.values.T.view(torch.uint8), found.turned.view(torch.uint8)) and found.count == len(x)
     assert found.values.shape == values.shape and found.turned.shape == turned.shape
     off = (found.values.float().cpu() - values.float()).abs() / values.float().abs().clamp(min=1e-9)
     assert (off > 0).float().mean() < 1e-3, "division may round to another neighbour, and hardly ever does"
+    for only in ({"turned": False}, {"values": False}):
+        alone = fp8.quantise(list(x.to(GPU).tensor_split(edges)), kind, **only)
+        kept = (alone.values, found.values) if "turned" in only else (alone.turned, found.turned)
+        assert torch.equal(kept[0].view(torch.uint8), kept[1].view(torch.uint8))
     x[0, 3] = float("nan")
-    assert fp8.quantise(x.to(GPU), kind).scale.isnan()
+    assert fp8.quantise([x.to(GPU)], kind).scale.isnan()
 
 
 @pytest.fixture

@@ -182,7 +182,7 @@ def test_sixteen_and_eight_bits_are_close() -> None:
 def test_quantised_numbers_and_products(kind: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     a, b = torch.randn(21, 32) * 1e-3, torch.randn(48, 32) * 70
-    qa, qb = fp8.quantise(a, kind), fp8.quantise(b, fp8.FORWARD)
+    qa, qb = fp8.quantise([a], kind), fp8.quantise([b], fp8.FORWARD)
     assert qa.values.shape == (32, 32) and qa.values.dtype == kind and qa.values[21:].float().abs().sum() == 0
     back = qa.values[:21].float() * qa.scale
     assert ((back - a).abs() <= tolerance * a.abs() + 1e-2 * a.abs().max()).all() and not torch.equal(back, a)
@@ -191,7 +191,7 @@ def test_quantised_numbers_and_products(kind: torch.dtype, tolerance: float) -> 
     total = torch.ones(32, 32)
     fp8.add_product(total, qa.transposed(), qa.transposed())
     assert ((total - 1 - a.T @ a).norm() / (a.T @ a).norm()) < 2 * tolerance
-    zero = fp8.quantise(torch.zeros(3, 16), kind)
+    zero = fp8.quantise([torch.zeros(3, 16)], kind)
     assert torch.equal(fp8.product(zero, zero, torch.float32), torch.zeros(3, 3))
 
 
