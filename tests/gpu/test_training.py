@@ -24,6 +24,9 @@ from ray_eagle.training.weights import Weights
 from tests.random_data import random_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+NEEDS_8_BITS = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < fp8.CAPABILITY, reason="needs 8-bit products"
+)
 GPU = torch.device("cuda")
 STEPS = 4
 HIDDEN, VOCAB, DRAFTS = 256, 640, 512
@@ -161,9 +164,7 @@ def test_a_step_on_the_gpu_equals_the_cpu(fast: pointwise.Pointwise, latent: boo
             assert gradient.dtype == torch.float32 and relative(gradient, exact[name]) < 3e-2, (name, options)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs 8-bit products"
-)
+@NEEDS_8_BITS
 def test_eight_bits_on_the_gpu_equal_their_emulation(fast: pointwise.Pointwise) -> None:
     torch.manual_seed(0)
     a, b = torch.randn(37, 256, dtype=torch.bfloat16), torch.randn(512, 256, dtype=torch.bfloat16)
@@ -182,6 +183,7 @@ def test_eight_bits_on_the_gpu_equal_their_emulation(fast: pointwise.Pointwise) 
         assert torch.cosine_similarity(gradient.cpu().flatten(), exact[name].flatten(), dim=0) > 0.9, name
 
 
+@NEEDS_8_BITS
 @pytest.mark.parametrize("kind", [fp8.FORWARD, fp8.BACKWARD])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
@@ -221,7 +223,7 @@ def test_deterministic_steps_are_bit_equal(deterministic: None, fast: pointwise.
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("eight_bits", [False, pytest.param(True, marks=NEEDS_8_BITS)])
 def test_a_step_never_waits_for_the_gpu(eight_bits: bool, fast: pointwise.Pointwise) -> None:
     step = Step(3)
     drafter = step.drafter.to(GPU)
