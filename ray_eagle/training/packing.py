@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,14 +105,16 @@ class Pack:
         )
 
 
-def counting_depth(loss_mask_T: Tensor) -> Tensor:
-    """[T] int64: at how many steps each position of one document counts (steps 0 .. depth-1)."""
-    length = len(loss_mask_T)
-    index_T = torch.arange(length)
-    # the first token at or after each position that is not the assistant's ends the run that starts there
-    ends_T = torch.where(loss_mask_T.bool(), length, index_T).flip(0).cummin(0).values.flip(0)
-    run_after_T = torch.cat([(ends_T - index_T)[1:], torch.zeros(1, dtype=torch.int64)])
-    return (run_after_T - 1).clamp(min=0)
+def counting_depth(mask_T: np.ndarray, ends_T: np.ndarray) -> np.ndarray:
+    """[T] int64: at how many steps each position counts (steps 0 .. depth-1).
+
+    Of documents side by side: `mask_T` is non-zero where the assistant wrote the token, `ends_T` is where its document ends.
+    """
+    index_T = np.arange(len(mask_T))
+    # the first token at or after each position that is not the assistant's ends the run that starts there, if no end does
+    foreign_T1: np.ndarray = np.append(np.where(mask_T, len(mask_T), index_T), len(mask_T))
+    stops_T = np.minimum.accumulate(foreign_T1[::-1])[::-1][1:]
+    return np.maximum(np.minimum(stops_T, ends_T) - index_T - 2, 0)
 
 
 def make_pack(samples: list[Sample], steps: int, *, everywhere: bool = False, pin: bool = False) -> Pack:
@@ -120,32 +123,37 @@ def make_pack(samples: list[Sample], steps: int, *, everywhere: bool = False, pi
     `everywhere` computes every position where a step is defined, though only those that count are scored: the same loss,
     for comparison. `pin`: states in page-locked memory.
     """
-    lengths = [len(s.input_ids) for s in samples]
-    depth_T = torch.cat([counting_depth(s.loss_mask) for s in samples])
-    positions_T = torch.cat([torch.arange(n) for n in lengths])
-    document_T = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(lengths))
-    teaching_T = torch.cat([torch.cat([s.loss_mask[1:].bool(), torch.zeros(1, dtype=torch.bool)]) for s in samples])
-    rows_T = torch.where(teaching_T, teaching_T.cumsum(0) - 1, -1)
-    computed_T = torch.tensor(lengths)[document_T] - 1 - positions_T if everywhere else depth_T
-    spans, slot_T = _spans(computed_T > 0, lengths)
-    teachers = sum(len(s.top1) for s in samples)
+    # numpy: on arrays this small its calls cost a third of torch's, and the GPU waits for them
+    lengths_B = np.array([s.input_ids.shape[0] for s in samples])
+    ends_T: np.ndarray = np.repeat(lengths_B.cumsum(), lengths_B)
+    index_T = np.arange(len(ends_T))
+    mask_T = np.concatenate([s.loss_mask.numpy() for s in samples]) != 0
+    depth_T = counting_depth(mask_T, ends_T)
+    computed_T = ends_T - 1 - index_T if everywhere else depth_T
+    # a position has a teacher where the next token of its document is the assistant's
+    teaching_T = np.append(mask_T[1:], False) & (index_T + 1 < ends_T)
+    rows_T = np.where(teaching_T, teaching_T.cumsum() - 1, -1)
+    spans, slot_T = _spans(computed_T > 0, lengths_B)
+    teachers = sum(s.top1.shape[0] for s in samples)
+    edges = np.array([*range(0, teachers, BLOCK), teachers])
     indices: list[StepIndex] = []
-    previous, first = torch.arange(len(depth_T)), None
+    previous, first = index_T, index_T
     for step in range(steps):
-        kept_N = (computed_T[previous] > step).nonzero()[:, 0]
+        kept_N = (computed_T[previous] > step).nonzero()[0]
         previous = previous[kept_N]
-        first = torch.arange(len(previous)) if first is None else first[kept_N]
-        scored_M = (depth_T[previous] > step).nonzero()[:, 0]
-        teacher_M = rows_T[(previous[scored_M] + 1 + step).clamp(max=len(rows_T) - 1)]
-        edges = torch.tensor([*range(0, teachers, BLOCK), teachers])
-        blocks = tuple(torch.searchsorted(teacher_M, edges).tolist())
-        indices.append(StepIndex(previous, kept_N, first, slot_T[previous], scored_M, teacher_M, blocks))
-    scales = [s.aux_scale for s in samples]
+        first = first[kept_N] if step else np.arange(len(previous))
+        scored_M = (depth_T[previous] > step).nonzero()[0]
+        teacher_M = rows_T[np.minimum(previous[scored_M] + 1 + step, len(rows_T) - 1)]
+        arrays = (previous, kept_N, first, slot_T[previous], scored_M, teacher_M)
+        at_N, row_N, first_N, slot_N, scored, teacher = (torch.from_numpy(array) for array in arrays)
+        blocks: list[int] = teacher_M.searchsorted(edges).tolist()
+        indices.append(StepIndex(at_N, row_N, first_N, slot_N, scored, teacher, tuple(blocks)))
+    scales = [s.aux_scale for s in samples if s.aux_scale is not None]
     return Pack(
         tokens_T=torch.cat([s.input_ids for s in samples]).long(),
         aux_TC=_join([s.aux for s in samples], pin),
-        aux_scale_TG=None if scales[0] is None else torch.cat(scales),
-        positions_T=positions_T,
+        aux_scale_TG=_join(scales, pin) if scales else None,
+        positions_T=torch.from_numpy(index_T - np.repeat(lengths_B.cumsum() - lengths_B, lengths_B)),
         last_SH=_join([s.last for s in samples], pin),
         top1_S=torch.cat([s.top1 for s in samples]).long(),
         steps=tuple(indices),
@@ -175,28 +183,29 @@ def read_packs(
             yield pack
 
 
-def _spans(computed_T: Tensor, lengths: list[int]) -> tuple[Spans, Tensor]:
+def _spans(computed_T: np.ndarray, lengths_B: np.ndarray) -> tuple[Spans, np.ndarray]:
     """The spans, and the query slot [T] of each token (meaningless outside them)."""
-    bounds, slots = [], []
-    query = key = 0
-    for computed, length in zip(computed_T.split(lengths), lengths, strict=True):
-        first = int(computed.int().argmax()) if computed.any() else length
-        slots.append(query - first + torch.arange(length))
-        bounds.append((query, query + length - first, key, key + length))
-        query, key = query + length - first, key + length
-    queries_B1, keys_B1 = (torch.tensor([0, *(bound[end] for bound in bounds)], dtype=torch.int32) for end in (1, 3))
-    longest_queries = max(q1 - q0 for q0, q1, _, _ in bounds)
-    return Spans(tuple(bounds), queries_B1, keys_B1, longest_queries, max(lengths)), torch.cat(slots)
+    keys_B1: np.ndarray = np.append(0, lengths_B.cumsum())
+    # the first computed position at or after each document's first one, if it is its own
+    places: np.ndarray = np.append(computed_T.nonzero()[0], len(computed_T))
+    first_B = np.minimum(places[np.searchsorted(places, keys_B1[:-1])], keys_B1[1:])
+    queries_B1: np.ndarray = np.append(0, (keys_B1[1:] - first_B).cumsum())
+    slot_T = np.arange(len(computed_T)) + np.repeat(queries_B1[:-1] - first_B, lengths_B)
+    queries, keys = queries_B1.tolist(), keys_B1.tolist()
+    return Spans(
+        bounds=tuple(zip(queries[:-1], queries[1:], keys[:-1], keys[1:], strict=True)),
+        queries_B1=torch.from_numpy(queries_B1.astype(np.int32)),
+        keys_B1=torch.from_numpy(keys_B1.astype(np.int32)),
+        longest_queries=int(np.diff(queries_B1).max()),
+        longest_keys=int(lengths_B.max()),
+    ), slot_T
 
 
 def _join(tensors: list[Tensor], pin: bool) -> Tensor:
     if not pin:
         return torch.cat(tensors)
-    rows = sum(len(t) for t in tensors)
-    out = torch.empty(rows, *tensors[0].shape[1:], dtype=tensors[0].dtype, pin_memory=True)
-    for part, tensor in zip(out.split([len(t) for t in tensors]), tensors, strict=True):
-        part.copy_(tensor)
-    return out
+    rows = sum(t.shape[0] for t in tensors)
+    return torch.cat(tensors, out=torch.empty(rows, *tensors[0].shape[1:], dtype=tensors[0].dtype, pin_memory=True))
 
 
 def _send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -207,5 +216,6 @@ def _ship(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     """Integer tensors on a device, as int64."""
     if device.type == "cpu":
         return tensors
-    flat = torch.cat([t.long() for t in tensors]).pin_memory()
-    return list(flat.to(device, non_blocking=True).split([len(t) for t in tensors]))
+    sizes = [t.shape[0] for t in tensors]
+    flat = torch.cat(tensors, out=torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True))
+    return list(flat.to(device, non_blocking=True).split(sizes))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ray_eagle.training.attention import Keys, attend, attend_backward
-from ray_eagle.training.packing import Pack, counting_depth, make_pack
+from ray_eagle.training.packing import Pack, make_pack
 from tests.tiny import tiny_shape
 from tests.unit.test_unroll import random_sample
 
@@ -116,7 +116,7 @@ def test_a_pack_without_positions_that_count() -> None:
     shape = tiny_shape(hidden=4, vocab=20, draft_vocab=20)
     head = torch.randn(20, 4, generator=generator, dtype=torch.float64)
     sample = random_sample(generator, shape, head)
-    while counting_depth(sample.loss_mask).any():
+    while len(make_pack([sample], 1).steps[0].at_N):
         sample = random_sample(generator, shape, head)
     pack = make_pack([sample], 2)
     inputs = [

@@ -145,8 +145,8 @@ def test_small_chunks_and_immediate_sums_change_nothing(monkeypatch: pytest.Monk
 
 def test_packs_add_up_and_a_pack_without_positions_adds_nothing() -> None:
     case = Case(3)
-    silent = [s for s in case.samples if not packing.counting_depth(s.loss_mask).any()]
-    talking = [s for s in case.samples if packing.counting_depth(s.loss_mask).any()]
+    silent = [s for s in case.samples if not len(make_pack([s], 1).steps[0].at_N)]
+    talking = [s for s in case.samples if len(make_pack([s], 1).steps[0].at_N)]
     assert len(talking) > 2
     muted = talking[0]
     silent.append(

@@ -1,8 +1,11 @@
 """Unrolled training against golden numbers of an independent implementation and against loops over positions."""
 
 import json
+import random
+from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -177,12 +180,17 @@ def assert_equal_to_loops(layer: SlowLayer, seed: int, steps: int) -> None:
             assert right[k] == expected
 
 
-@pytest.mark.parametrize("mask", ["0111110", "0001", "01", "0110110111011110", "00000", "0111111111"])
-def test_positions_that_count_follow_the_rule(mask: str) -> None:
-    bits = [int(c) for c in mask]
-    depth = counting_depth(torch.tensor(bits))
-    for t in range(len(bits)):
-        assert depth[t].item() == sum(counts(bits, t, k) for k in range(len(bits)))
+def test_positions_that_count_follow_the_rule() -> None:
+    rng = random.Random(0)
+    masks = ["0111110", "0001", "01", "0110110111011110", "00000", "0111111111", "1", "0", "1111", "1111"]
+    masks += ["".join(rng.choices("01", weights=(1, 4), k=rng.randint(1, 20))) for _ in range(300)]
+    bits = [int(c) for c in "".join(masks)]
+    ends = [end for mask, end in zip(masks, accumulate(map(len, masks)), strict=True) for _ in mask]
+    depth = iter(counting_depth(np.array(bits), np.array(ends)).tolist())
+    for mask in masks:
+        alone = [int(c) for c in mask]
+        for t in range(len(alone)):
+            assert next(depth) == sum(counts(alone, t, k) for k in range(len(alone)))
 
 
 def test_a_pack_equals_its_documents_alone() -> None:
