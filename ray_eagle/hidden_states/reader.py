@@ -107,7 +107,7 @@ class HiddenStates:
         """
         with ThreadPoolExecutor(threads, thread_name_prefix="eagle-read") as pool:
             free = deque(_Buffer() for _ in range(ahead + 1))
-            loading: deque[tuple[_Buffer, list[int], list[Future[None]]]] = deque()
+            loading: deque[tuple[_Buffer, list[Row], Future[None]]] = deque()
             waiting = iter(groups)
 
             def start_next() -> None:
@@ -117,27 +117,20 @@ class HiddenStates:
                     rows = [self.rows[i] for i in group]
                     buffer.lay_out([row.record for row in rows])
                     files = [self._file(row) for row in rows]
-                    reads = [
-                        pool.submit(file.read_into, row.record, part)
-                        for file, row, part in zip(files, rows, buffer.parts, strict=True)
-                    ]
-                    loading.append((buffer, group, reads))
+                    loading.append((buffer, rows, pool.submit(_read_all, files, rows, buffer.parts)))
 
             try:
                 for _ in range(ahead + 1):
                     start_next()
                 while loading:
-                    buffer, group, reads = loading.popleft()
-                    for read in reads:
-                        read.result()
-                    rows = [self.rows[i] for i in group]
+                    buffer, rows, read = loading.popleft()
+                    read.result()
                     yield [self._decode(pa.py_buffer(part), row) for part, row in zip(buffer.parts, rows, strict=True)]
                     free.append(buffer)
                     start_next()
             finally:
-                for _, _, reads in loading:
-                    for read in reads:
-                        read.cancel()
+                for _, _, read in loading:
+                    read.cancel()
 
     def _file(self, row: Row) -> "_File":
         if row.file not in self._files:
@@ -151,7 +144,7 @@ class HiddenStates:
     def _decode(self, message: Any, row: Row) -> Sample:
         try:
             return decode(pa.ipc.read_record_batch(message, self._schema))
-        except (pa.ArrowInvalid, OSError, UnicodeDecodeError, RuntimeError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError, RuntimeError) as error:
             raise damaged(row.file, f"sample {row.record.sample_id}: {error}", self.folder) from None
 
 
@@ -258,6 +251,12 @@ class _Remote(_File):
 
     def read_into(self, row: RowRecord, part: memoryview) -> None:
         part[:] = memoryview(self.read(row)).cast("B")
+
+
+def _read_all(files: list[_File], rows: list[Row], parts: list[memoryview]) -> None:
+    """One task a group: each costs its thread, and the one that waits for it, as much as a short read."""
+    for file, row, part in zip(files, rows, parts, strict=True):
+        file.read_into(row.record, part)
 
 
 class _Buffer:

@@ -106,18 +106,16 @@ def encode(sample: Sample, kind: pa.Schema) -> pa.RecordBatch:
 
 
 def decode(batch: pa.RecordBatch) -> Sample:
-    """The sample of a one-row batch as zero-copy views."""
-    names = [name for name in batch.schema.names if not name.endswith("_id")]
-    tensors = {name: _tensor(_flat(batch.column(name))) for name in names}
-    hidden = batch.schema.field("last").type.value_type.list_size
-    aux = tensors["aux"]
-    if aux.dtype in (torch.uint8, torch.uint16):
-        aux = aux.view(torch.float8_e4m3fn if aux.dtype == torch.uint8 else torch.bfloat16)
-        tensors["last"] = tensors["last"].view(torch.bfloat16)
-    if "aux_scale" in tensors:
-        tensors["aux_scale"] = tensors["aux_scale"].view(-1, AUX_LAYERS * groups(hidden))
-    tensors |= {"aux": aux.view(-1, AUX_LAYERS * hidden), "last": tensors["last"].view(-1, hidden)}
-    return Sample(batch.column("sample_id")[0].as_py(), batch.column("source_id")[0].as_py(), **tensors)
+    """The sample of a one-row batch as zero-copy views. Raises pa.ArrowException for what no writer wrote."""
+    batch.validate()  # offsets are data, which may be damaged
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+    if batch.num_rows != 1 or any(column.null_count for column in columns.values()):
+        raise pa.ArrowInvalid(f"expected one row without nulls, found {batch.num_rows} or nulls")
+    names = (columns.pop("sample_id"), columns.pop("source_id"))
+    tensors = {name: _tensor(column[0].values) for name, column in columns.items()}
+    if tensors["aux"].dtype == torch.uint8:
+        tensors["aux"] = tensors["aux"].view(torch.float8_e4m3fn)
+    return Sample(*(name[0].as_py() for name in names), **tensors)
 
 
 def _bits(tensor: Tensor) -> np.ndarray:
@@ -134,11 +132,11 @@ def _one_list(values: np.ndarray, kind: pa.DataType) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), items, type=kind)
 
 
-def _flat(column: pa.Array) -> pa.Array:
-    """The values of a list column as one flat array; `flatten` honours offsets, `.values` would not."""
-    flat = column.flatten()
-    return flat.flatten() if isinstance(flat, pa.FixedSizeListArray) else flat
-
-
-def _tensor(array: pa.Array) -> Tensor:
-    return torch.from_dlpack(array) if len(array) else torch.from_numpy(array.to_numpy().copy())
+def _tensor(values: pa.Array) -> Tensor:
+    """The numbers of a list, or the rows of a list of rows; uint16 are the bits of bfloat16."""
+    if isinstance(values, pa.FixedSizeListArray):
+        width = values.type.list_size
+        flat = values.values.slice(values.offset * width, len(values) * width)  # `.values` honours no offset
+        return _tensor(flat).view(-1, width)
+    tensor = torch.from_dlpack(values) if len(values) else torch.from_numpy(values.to_numpy().copy())
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor

@@ -130,6 +130,35 @@ def test_a_shard_that_is_cut_or_gone_is_said(tmp_path: Path) -> None:
         HiddenStates(folder, "train")[0]
 
 
+@pytest.mark.parametrize("state_dtype", list(STATE_DTYPES))
+def test_bytes_that_changed_are_a_sample_or_are_said(tmp_path: Path, state_dtype: str) -> None:
+    """What Arrow says of a row's layout is data, too: nothing else may come of it, nor the process end."""
+    folder, _, written = random_dataset(tmp_path, samples=20, state_dtype=state_dtype)
+    states, rng = HiddenStates(folder, "train"), random.Random(state_dtype)
+    outcomes = {"a sample": 0, "said": 0}
+    for _ in range(400):
+        at = rng.randrange(len(states))
+        record = states.rows[at].record
+        path = Path(folder.file(states.rows[at].file))
+        whole = path.read_bytes()
+        changed = bytearray(whole)
+        for _ in range(rng.choice([1, 3])):
+            changed[record.start + rng.randrange(min(record.bytes, 1500))] ^= 1 << rng.randrange(8)
+        path.write_bytes(changed)
+        try:
+            sample = HiddenStates(folder, "train")[at] if rng.random() < 0.1 else next(states.batches([[at]]))[0]
+            for value in vars(sample).values():
+                if isinstance(value, torch.Tensor):
+                    value.clone()  # all of it can be read
+            outcomes["a sample"] += 1
+        except DatasetError as error:
+            assert f"{states.rows[at].file} cannot be read" in str(error) and record.sample_id in str(error)
+            outcomes["said"] += 1
+        path.write_bytes(whole)
+    assert min(outcomes.values()) > 40
+    assert all(equal(sample, written[sample.sample_id]) for sample in states)
+
+
 def test_a_single_sample_can_be_checked(tmp_path: Path) -> None:
     folder, _, _ = random_dataset(tmp_path)
     states = HiddenStates(folder, "train")
