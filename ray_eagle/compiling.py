@@ -13,7 +13,8 @@ def compile_rows(function: Callable[..., Any], backend: str = "inductor") -> Cal
     Every other size is a constant of the kernels: another one is another compilation. Vectors are no rows. Calls raise what
     the compiler raises, a RuntimeError.
     """
-    fast = torch.compile(function, backend=backend)
+    # not dynamic, or heads and widths become symbols when queries, and keys with values, come in turn
+    fast = torch.compile(function, backend=backend, dynamic=False)
 
     def call(*arguments: Any) -> Any:
         rows = arguments[0].shape[0]
@@ -22,8 +23,6 @@ def compile_rows(function: Callable[..., Any], backend: str = "inductor") -> Cal
         for argument in arguments:
             if isinstance(argument, Tensor) and argument.dim() > 1:
                 torch._dynamo.maybe_mark_dynamic(argument, 0)
-        # or heads and widths become symbols when queries, and keys with values, come in turn
-        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-            return fast(*arguments)
+        return fast(*arguments)
 
     return call
