@@ -138,5 +138,5 @@ def _tensor(values: pa.Array) -> Tensor:
         width = values.type.list_size
         flat = values.values.slice(values.offset * width, len(values) * width)  # `.values` honours no offset
         return _tensor(flat).view(-1, width)
-    tensor = torch.from_dlpack(values)
+    tensor = torch.from_dlpack(values) if len(values) else torch.from_numpy(values.to_numpy().copy())
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor

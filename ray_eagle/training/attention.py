@@ -204,7 +204,7 @@ def flash_backward(
     if not len(queries_QAE):
         return torch.empty_like(queries_QAE), torch.zeros_like(keys_TGE), torch.zeros_like(values_TGE)
     bounds = (spans.queries_B1, spans.keys_B1, spans.longest_queries, spans.longest_keys)
-    random = torch.zeros(2, dtype=torch.uint64, device=grad_QAE.device)  # of dropout, which there is none of
+    random = torch.empty(2, dtype=torch.uint64, device=grad_QAE.device)  # of dropout, which there is none of
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad_QAE, queries_QAE, keys_TGE, values_TGE, output_QAE, lse_AQ, *bounds, 0.0, True,
         random, grad_QAE.new_empty(0), scale=scale,

@@ -34,8 +34,9 @@ class Recent:
         self._reset()
 
     def _reset(self) -> None:
-        # rows: summed loss, positions in the loss, right choices, positions that count
-        self.sums_4K = torch.zeros(4, self.steps, dtype=torch.float64, device=self.device)
+        # rows: summed loss, positions in the loss, right choices
+        self.sums_3K = torch.zeros(3, self.steps, dtype=torch.float64, device=self.device)
+        self.counted = [0] * self.steps
         self.flops = 0.0
         self.norms: list[Tensor] = []
         self.rate = 0.0
@@ -44,13 +45,12 @@ class Recent:
     def add(self, scores: list[StepScores], flops: float) -> Tensor:
         """Add a pack, and return its summed losses [K] float64."""
         self.flops += flops
-        losses = torch.stack([torch.where(s.enters_N, s.losses_N, 0.0).sum() for s in scores]).double()
-        entered, right = (
-            torch.stack([x.sum() for x in xs]) for xs in zip(*((s.enters_N, s.right_N) for s in scores), strict=False)
-        )
-        counted = torch.tensor([len(s.at_N) for s in scores], dtype=torch.float64).to(self.device, non_blocking=True)
-        self.sums_4K += torch.stack([losses, entered.double(), right.double(), counted])
-        return losses
+        losses = [torch.where(s.enters_N, s.losses_N, 0.0).sum() for s in scores]
+        counts = [x.sum(dtype=torch.float64) for x in [s.enters_N for s in scores] + [s.right_N for s in scores]]
+        sums_3K = torch.stack([*losses, *counts]).view(3, -1)
+        self.sums_3K += sums_3K
+        self.counted = [count + len(s.at_N) for count, s in zip(self.counted, scores, strict=True)]
+        return sums_3K[0]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -64,8 +64,8 @@ class Recent:
         self.rate = rate
 
     def figures(self, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        flops_1K = torch.full((1, self.steps), self.flops, dtype=torch.float64, device=self.device)
-        loss_K, entered_K, right_K, counted_K, flops_K = total(torch.cat([self.sums_4K, flops_1K])).cpu()
+        here_2K = torch.tensor([self.counted, [self.flops] * self.steps], dtype=torch.float64, device=self.device)
+        loss_K, entered_K, right_K, counted_K, flops_K = total(torch.cat([self.sums_3K, here_2K])).cpu()
         seconds = time.monotonic() - self.began
         figures = {
             "lr": self.rate,

@@ -6,8 +6,6 @@ positions where they are needed; what is computed twice to save memory counts on
 
 import math
 
-import torch
-
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.training.packing import Pack
 
@@ -49,10 +47,8 @@ def pack_flops(shape: DrafterShape, pack: Pack) -> float:
     for k, step in enumerate(pack.steps):
         rows = len(step.at_N)
         total += 3.0 * 2 * rows * (rest + keys if k else rest)
-        seen = int((pack.positions_T[step.at_N] + 1 + k).sum())
+        seen = int(step.position_N.sum()) + rows
         total += 3.0 * (2 * seen * heads * (shape.head_dim + shape.value_dim))
         total += 3.0 * (2 * len(step.scored_M) * h * shape.draft_vocab_size)
-    taught_S = torch.zeros(len(pack.top1_S), dtype=torch.bool)
-    for step in pack.steps:
-        taught_S[step.teacher_M] = True
-    return total + 2.0 * int(taught_S.sum()) * h * shape.draft_vocab_size
+    # the teachers of later steps are among the first one's
+    return total + 2.0 * len(pack.steps[0].teacher_M) * h * shape.draft_vocab_size

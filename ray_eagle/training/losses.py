@@ -70,22 +70,21 @@ def head_and_loss(
     With `weights_K` also the gradients [N, H] of sum_k weights_k * (losses of step k that enter), of each output; those of
     the head and the final norm are added to their buffers.
     """
-    size, device = weights.drafter.shape.draft_vocab_size, draft_head_DH.device
-    drafts_V = torch.full_like(weights.drafter.t2d, -1, dtype=torch.int64)
-    drafts_V[weights.drafter.target_ids] = torch.arange(size, device=device)
-    target_S = drafts_V[pack.top1_S]
-    targets = [target_S[step.teacher_M] for step in pack.steps]
-    losses = [torch.empty(len(t), dtype=wide(outputs[0][:0]).dtype, device=device) for t in targets]
-    best = [torch.empty(len(t), dtype=torch.int64, device=device) for t in targets]
+    target_S = weights.drafts_V[pack.top1_S]
+    pieces: list[list[tuple[Tensor, ...]]] = [[] for _ in pack.steps]
     gradients = [] if weights_K is None else [torch.empty_like(u) for u in outputs]
     scored = [len(step.scored_M) for step in pack.steps]
     everywhere = [len(u) > count for u, count in zip(outputs, scored, strict=True)]
     for gradient, sparse in zip(gradients, everywhere, strict=False):
         if sparse:
             gradient.zero_()
-    blocks = max(1, (ROWS if device.type == "cuda" else ROWS_CPU) // (BLOCK * len(pack.steps)))
-    for block in range(0, len(pack.steps[0].blocks) - 1, blocks):
-        end = min(block + blocks, len(pack.steps[0].blocks) - 1)
+    blocks = max(1, (ROWS if target_S.is_cuda else ROWS_CPU) // (BLOCK * len(pack.steps)))
+    last = len(pack.steps[0].blocks) - 1
+    if not last:  # no teacher at all
+        nothing = target_S >= 0
+        pieces = [[(wide(outputs[0][:0, 0]), nothing, nothing)] for _ in pack.steps]
+    for block in range(0, last, blocks):
+        end = min(block + blocks, last)
         parts = [slice(step.blocks[block], step.blocks[end]) for step in pack.steps]
         rows = [
             step.scored_M[part] if sparse else part
@@ -97,14 +96,16 @@ def head_and_loss(
         output_RH = torch.cat([u[r] for u, r in zip(outputs, rows, strict=True)])
         normed_RH = weights.pointwise.norm(output_RH, weights.final_norm.value, weights.eps)
         logits_RD = weights.head.product(normed_RH)
-        target_R = torch.cat([t[part] for t, part in zip(targets, parts, strict=True)])
-        row_R = torch.cat([s.teacher_M[part] for s, part in zip(pack.steps, parts, strict=True)]) - first
+        teacher_R = torch.cat([s.teacher_M[part] for s, part in zip(pack.steps, parts, strict=True)])
+        target_R = target_S[teacher_R]
+        enters_R = target_R >= 0
         weight_R = None
         if weights_K is not None:
-            weight_R = torch.cat([w.expand(n) for w, n in zip(weights_K, counts, strict=True)]) * (target_R >= 0)
-        found, chosen = row_losses(logits_RD, teacher_SD, row_R, target_R, weight_R, objective)
-        for k, (part, loss, choice) in enumerate(zip(parts, found.split(counts), chosen.split(counts), strict=True)):
-            losses[k][part], best[k][part] = loss, choice
+            weight_R = torch.cat([w.expand(n) for w, n in zip(weights_K, counts, strict=True)]) * enters_R
+        losses_R, best_R = row_losses(logits_RD, teacher_SD, teacher_R - first, target_R, weight_R, objective)
+        found = [x.split(counts) for x in (losses_R, enters_R, best_R == target_R)]
+        for step_pieces, *piece in zip(pieces, *found, strict=True):
+            step_pieces.append(tuple(piece))
         if weights_K is not None:
             grad_RH = weights.head.backward(logits_RD, normed_RH)
             grad_RH, grad_H = weights.pointwise.norm_backward(grad_RH, output_RH, weights.final_norm.value, weights.eps)
@@ -112,10 +113,14 @@ def head_and_loss(
             for gradient, row, part in zip(gradients, rows, grad_RH.split(counts), strict=True):
                 gradient[row] = part
     scores = [
-        StepScores(step.at_N[step.scored_M] if sparse else step.at_N, losses[k], targets[k] >= 0, best[k] == targets[k])
-        for k, (step, sparse) in enumerate(zip(pack.steps, everywhere, strict=True))
+        StepScores(step.at_N[step.scored_M] if sparse else step.at_N, *map(_joined, zip(*step_pieces, strict=True)))
+        for step, sparse, step_pieces in zip(pack.steps, everywhere, pieces, strict=True)
     ]
     return scores, gradients
+
+
+def _joined(tensors: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def row_losses(

@@ -32,6 +32,10 @@ class StepIndex:
     """[N] int64: their row among step 0's positions."""
     slot_N: Tensor
     """[N] int64: their place among the query slots of `Spans`."""
+    token_N: Tensor
+    """[N] int64: the token that each reads."""
+    position_N: Tensor
+    """[N] int64: its RoPE position."""
     scored_M: Tensor
     """[M] int64: rows among the N that count (all of them, unless positions are computed everywhere)."""
     teacher_M: Tensor
@@ -127,6 +131,8 @@ def make_pack(samples: list[Sample], steps: int, *, everywhere: bool = False, pi
     lengths_B = np.array([s.input_ids.shape[0] for s in samples])
     ends_T: np.ndarray = np.repeat(lengths_B.cumsum(), lengths_B)
     index_T = np.arange(len(ends_T))
+    positions_T = index_T - np.repeat(lengths_B.cumsum() - lengths_B, lengths_B)
+    tokens_T = np.concatenate([s.input_ids.numpy() for s in samples]).astype(np.int64)
     mask_T = np.concatenate([s.loss_mask.numpy() for s in samples]) != 0
     depth_T = counting_depth(mask_T, ends_T)
     computed_T = ends_T - 1 - index_T if everywhere else depth_T
@@ -143,17 +149,26 @@ def make_pack(samples: list[Sample], steps: int, *, everywhere: bool = False, pi
         previous = previous[kept_N]
         first = first[kept_N] if step else np.arange(len(previous))
         scored_M = (depth_T[previous] > step).nonzero()[0]
-        teacher_M = rows_T[np.minimum(previous[scored_M] + 1 + step, len(rows_T) - 1)]
-        arrays = (previous, kept_N, first, slot_T[previous], scored_M, teacher_M)
-        at_N, row_N, first_N, slot_N, scored, teacher = (torch.from_numpy(array) for array in arrays)
+        read_N = previous + 1 + step
+        teacher_M = rows_T[read_N[scored_M]]
         blocks: list[int] = teacher_M.searchsorted(edges).tolist()
-        indices.append(StepIndex(at_N, row_N, first_N, slot_N, scored, teacher, tuple(blocks)))
+        arrays = {
+            "at_N": previous,
+            "kept_N": kept_N,
+            "first_N": first,
+            "slot_N": slot_T[previous],
+            "token_N": tokens_T[read_N],
+            "position_N": positions_T[previous] + step,
+            "scored_M": scored_M,
+            "teacher_M": teacher_M,
+        }
+        indices.append(StepIndex(**{name: torch.from_numpy(x) for name, x in arrays.items()}, blocks=tuple(blocks)))
     scales = [s.aux_scale for s in samples if s.aux_scale is not None]
     return Pack(
-        tokens_T=torch.cat([s.input_ids for s in samples]).long(),
+        tokens_T=torch.from_numpy(tokens_T),
         aux_TC=_join([s.aux for s in samples], pin),
         aux_scale_TG=_join(scales, pin) if scales else None,
-        positions_T=torch.from_numpy(index_T - np.repeat(lengths_B.cumsum() - lengths_B, lengths_B)),
+        positions_T=torch.from_numpy(positions_T),
         last_SH=_join([s.last for s in samples], pin),
         top1_S=torch.cat([s.top1 for s in samples]).long(),
         steps=tuple(indices),

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ray_eagle.training.attention import Keys, attend, attend_backward
+from ray_eagle.training.heads import Rotary
 from ray_eagle.training.losses import Objective, StepScores, head_and_loss
 from ray_eagle.training.packing import Pack
 from ray_eagle.training.weights import Weights
@@ -30,6 +31,7 @@ class _Kept:
     middle_NH: Tensor
     """The residual stream between attention and MLP."""
     gate_up_N2: Tensor
+    rotary: Rotary
     products: tuple[Tensor | None, Tensor | None]
     """Of the attention's first matrix: for the queries, and for keys and values; None where nobody needs them."""
 
@@ -42,9 +44,10 @@ class Unroll:
         """`keep`: what `backward` needs. States and embedding must be in the weights' dtype, on their device."""
         self.weights, self.pack, self.embedding_VH = weights, pack, embedding_VH
         self.scale = weights.drafter.shape.softmax_scale
-        positions = torch.arange(pack.spans.longest_keys + len(pack.steps), device=pack.tokens_T.device)
-        wide = torch.promote_types(weights.dtype, torch.float32)
-        self.cos_PE, self.sin_PE = weights.drafter.rotary(positions, wide)
+        self.cos_PE, self.sin_PE = weights.rotary(pack.spans.longest_keys + len(pack.steps))
+        self.rotary_T = self._rotary(pack.positions_T)
+        # what position t reads at step 0; the one after a pack's last is attended to by none that counts: any will do
+        self.next_T = torch.cat([pack.tokens_T[1:], pack.tokens_T[-1:]])
         self.hidden_TH = weights.fc.product(pack.aux_TC)
         self.outputs: list[Tensor] = []
         self.kept: list[_Kept] = []
@@ -62,21 +65,16 @@ class Unroll:
         product_TK = w.qkv.product(input_T2, slice(w.query_rows, None))
         product_NQ = w.qkv.product(_rows(input_T2, steps[0].at_N), slice(0, w.query_rows))
         self._step_0_products = product_NQ, product_TK if w.heads.keeps_products else None
-        keys_TGE, values_TGE = w.heads.keys_values(product_TK, self._rotary(None, 0))
+        keys_TGE, values_TGE = w.heads.keys_values(product_TK, self.rotary_T)
         own = [x.new_empty(len(steps) - 1, len(steps[0].at_N), *x.shape[1:]) for x in (keys_TGE, values_TGE)]
         return Keys(keys_TGE, values_TGE, *own)
 
     def _embedded(self, k: int) -> Tensor:
-        """Token t+1+k of each position; the one after a pack's last is attended to by none that counts: any will do."""
-        tokens_T = self.pack.tokens_T
-        if k:
-            return F.embedding(tokens_T[self.pack.steps[k].at_N + (1 + k)], self.embedding_VH)
-        return F.embedding(torch.cat([tokens_T[1:], tokens_T[-1:]]), self.embedding_VH)
+        """Token t+1+k of each position, everywhere at step 0."""
+        return F.embedding(self.pack.steps[k].token_N if k else self.next_T, self.embedding_VH)
 
-    def _rotary(self, at_N: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of position t+k, at the positions or everywhere."""
-        places = (self.pack.positions_T if at_N is None else self.pack.positions_T[at_N]) + k
-        return self.cos_PE[places], self.sin_PE[places]
+    def _rotary(self, positions_N: Tensor) -> Rotary:
+        return self.cos_PE.index_select(0, positions_N), self.sin_PE.index_select(0, positions_N)
 
     def _input(self, k: int) -> tuple[Tensor, Tensor]:
         """Hidden input and embedding [N, H] of step k > 0."""
@@ -84,7 +82,7 @@ class Unroll:
 
     def _forward(self, k: int) -> _Kept:
         w, index = self.weights, self.pack.steps[k]
-        rotary = self._rotary(index.at_N, k)
+        rotary = self._rotary(index.position_N)
         product_NK: Tensor | None
         if k:
             hidden_NH, embedded_NH = self._input(k)
@@ -104,7 +102,7 @@ class Unroll:
         middle_NH = w.o.product(w.heads.join(attended_NAE), add=hidden_NH)
         gate_up_N2 = w.gate_up.product(w.pointwise.norm(middle_NH, w.middle_norm.value, w.eps))
         self.outputs.append(w.down.product(w.pointwise.gate(gate_up_N2), add=middle_NH))
-        return _Kept(queries_NAE, attended_NAE, lse_NA, middle_NH, gate_up_N2, products)
+        return _Kept(queries_NAE, attended_NAE, lse_NA, middle_NH, gate_up_N2, rotary, products)
 
     @torch.no_grad()
     def backward(self, gradients: list[Tensor]) -> None:
@@ -142,14 +140,13 @@ class Unroll:
             grad_attended, kept.queries_NAE, kept.attended_NAE, kept.lse_NA, self.seen, changes, k, index,
             self.pack.spans, self.scale,
         )  # fmt: skip
-        rotary = self._rotary(index.at_N, k)
         product_NQ, product_NK = kept.products
-        grad_NQ = w.heads.queries_backward(grad_queries, product_NQ, rotary)
+        grad_NQ = w.heads.queries_backward(grad_queries, product_NQ, kept.rotary)
         if not k:
             self._first_backward(grad_NH, grad_NQ, product_NK, changes)
             return grad_NH
         keys_NGE, values_NGE = (x[k - 1, index.first_N] for x in (changes.own_keys_KNGE, changes.own_values_KNGE))
-        grad_NK = w.heads.keys_values_backward(keys_NGE, values_NGE, product_NK, rotary)
+        grad_NK = w.heads.keys_values_backward(keys_NGE, values_NGE, product_NK, kept.rotary)
         hidden_NH, embedded_NH = self._input(k)
         joined = w.pointwise.join(embedded_NH, hidden_NH, w.embedding_norm.value, w.hidden_norm.value, w.eps)
         grad_N2 = w.qkv.backward(torch.cat([grad_NQ, grad_NK], dim=1), joined)
@@ -161,7 +158,7 @@ class Unroll:
         embedded_TH = self._embedded(0)
         joined = w.pointwise.join(embedded_TH, self.hidden_TH, w.embedding_norm.value, w.hidden_norm.value, w.eps)
         keys_TGE, values_TGE = (x.to(w.dtype) for x in (changes.keys_TGE, changes.values_TGE))
-        grad_TK = w.heads.keys_values_backward(keys_TGE, values_TGE, product_TK, self._rotary(None, 0))
+        grad_TK = w.heads.keys_values_backward(keys_TGE, values_TGE, product_TK, self.rotary_T)
         grad_T2 = w.qkv.backward(grad_TK, joined, slice(w.query_rows, None))
         _add_rows(grad_T2, at_N, w.qkv.backward(grad_NQ, _rows(joined, at_N), slice(0, w.query_rows)))
         grad_TH = self._join_backward(grad_T2, embedded_TH, self.hidden_TH)
@@ -207,12 +204,12 @@ def train_pack(
 
 def _rows(x: Tensor, rows_N: Tensor) -> Tensor:
     """x[rows], ascending and without repeats: x itself where that is all of it."""
-    return x if len(rows_N) == len(x) else x[rows_N]
+    return x if rows_N.shape[0] == x.shape[0] else x.index_select(0, rows_N)
 
 
 def _add_rows(x: Tensor, rows_N: Tensor, more_N: Tensor) -> None:
     """x[rows] += more, where no row comes twice."""
-    if len(rows_N) == len(x):
+    if rows_N.shape[0] == x.shape[0]:
         x += more_N
     else:
-        x.index_copy_(0, rows_N, x[rows_N] + more_N)
+        x.index_copy_(0, rows_N, x.index_select(0, rows_N) + more_N)

@@ -22,6 +22,8 @@ ROWS = 2048
 ROWS_8_BITS = 4096
 """The same for 8-bit products, which are added to the sum in a pass of their own."""
 
+WHOLE = slice(None)
+
 PADDED_ROWS = 64
 """On CPUs rows come in multiples of this."""
 
@@ -32,27 +34,26 @@ class Matrix:
     def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, eight_bits: bool = False) -> None:
         self.parameters, self.dtype, self.eight_bits = parameters, dtype, eight_bits
         self._enough = ROWS_8_BITS if eight_bits else ROWS
+        masters = [parameter.detach() for parameter in parameters]
         self.value = torch.empty(0, dtype=dtype)
         """[out, in] in `dtype`; nothing when the products are in 8 bits."""
+        self.copies: tuple[list[Tensor], list[Tensor]] = [], []
+        """Parts of `value`, and the parameters that they are copies of."""
+        if not eight_bits and len(masters) == 1 and masters[0].dtype == dtype:
+            self.value = masters[0]
+        elif not eight_bits:
+            size = (sum(map(len, masters)), masters[0].shape[1])
+            self.value = torch.empty(size, dtype=dtype, device=masters[0].device)
+            self.copies = [*self.value.split([len(master) for master in masters])], masters
         self._quantised: fp8.Quantised | None = None
         self._gradient: Tensor | None = None
+        self._parts: tuple[Tensor, ...] = ()
         self._empty = False
         self._waiting: list[tuple[slice, Gradient, Tensor]] = []
-        self.refresh()
 
-    def refresh(self) -> None:
-        """Copy the parameters again, after they changed."""
-        masters = [parameter.detach() for parameter in self.parameters]
-        if self.eight_bits:
-            self._quantised = fp8.quantise(masters, fp8.FORWARD)
-        elif len(masters) == 1 and masters[0].dtype == self.dtype:
-            self.value = masters[0]
-        else:
-            if not len(self.value):
-                size = (sum(map(len, masters)), masters[0].shape[1])
-                self.value = torch.empty(size, dtype=self.dtype, device=masters[0].device)
-            for part, master in zip(self.value.split([len(master) for master in masters]), masters, strict=True):
-                part.copy_(master)
+    def quantise(self) -> None:
+        """Make the parameters' 8 bits again, after they changed."""
+        self._quantised = fp8.quantise([parameter.detach() for parameter in self.parameters], fp8.FORWARD)
 
     def gather(self) -> None:
         """Let the parameters' `.grad` be parts of the gradient buffer, which starts at zero where there was none."""
@@ -61,9 +62,9 @@ class Matrix:
             kind = torch.promote_types(self.dtype, torch.float32)
             size = (sum(len(parameter) for parameter in self.parameters), first.shape[1])
             self._gradient = torch.empty(size, dtype=kind, device=first.device)
+            self._parts = self._gradient.split([len(parameter) for parameter in self.parameters])
         self._empty = all(parameter.grad is None for parameter in self.parameters)
-        parts = self._gradient.split([len(p) for p in self.parameters])
-        for part, parameter in zip(parts, self.parameters, strict=True):
+        for part, parameter in zip(self._parts, self.parameters, strict=True):
             if parameter.grad is None and not self._empty:
                 part.zero_()
             elif parameter.grad is not None and parameter.grad.data_ptr() != part.data_ptr():
@@ -74,25 +75,25 @@ class Matrix:
         """Make the gradient buffer complete."""
         assert self._gradient is not None, "gather() comes first"
         waiting, self._waiting = self._waiting, []
-        whole = [(gradient, x_NI) for rows, gradient, x_NI in waiting if rows == slice(None)]
+        whole = [(gradient, x_NI) for rows, gradient, x_NI in waiting if rows == WHOLE]
         if whole:
             self._add(self._gradient, [gradient for gradient, _ in whole], [x_NI for _, x_NI in whole], self._empty)
         elif self._empty:
             self._gradient.zero_()
         self._empty = False
         for rows, gradient, x_NI in waiting:
-            if rows != slice(None):
+            if rows != WHOLE:
                 self._add(self._gradient[rows], [gradient], [x_NI], False)
 
-    def product(self, x_NI: Tensor, rows: slice = slice(None), add: Tensor | None = None) -> Tensor:
+    def product(self, x_NI: Tensor, rows: slice = WHOLE, add: Tensor | None = None) -> Tensor:
         """[N, out]: x times the rows of the matrix, transposed; `add` [N, out] is added before rounding."""
         if self._quantised is not None:
             x = fp8.quantise([x_NI], fp8.FORWARD, turned=False)
             out = fp8.product(x, self._quantised.rows(rows), x_NI.dtype)
             return out if add is None else out.add_(add)
-        weight, x = self.value[rows], padded(x_NI)
+        weight, x = self.value if rows == WHOLE else self.value[rows], padded(x_NI)
         out = x @ weight.T if add is None else torch.addmm(padded(add), x, weight.T)
-        return out[: len(x_NI)]
+        return out if x is x_NI else out[: len(x_NI)]
 
     def incoming(self, grad_NO: Tensor) -> "Gradient":
         """The output's gradient, quantised once for both products where there are enough rows."""
@@ -100,25 +101,27 @@ class Matrix:
             return Gradient(grad_NO)
         return Gradient(grad_NO, fp8.quantise([grad_NO], fp8.BACKWARD, turned=len(grad_NO) >= self._enough))
 
-    def backward(self, grad_NO: Tensor, x_NI: Tensor, rows: slice = slice(None)) -> Tensor:
+    def backward(self, grad_NO: Tensor, x_NI: Tensor, rows: slice = WHOLE) -> Tensor:
         """Add the weight's gradient to the buffer, and return the input's [N, in]."""
         gradient = self.incoming(grad_NO)
         self.add_gradient(gradient, x_NI, rows)
         return self.input_gradient(gradient, rows)
 
-    def input_gradient(self, gradient: "Gradient", rows: slice = slice(None)) -> Tensor:
+    def input_gradient(self, gradient: "Gradient", rows: slice = WHOLE) -> Tensor:
         """[N, in]"""
         if gradient.quantised is None or self._quantised is None:
-            return (padded(gradient.value) @ self.value[rows])[: len(gradient.value)]
+            grad = padded(gradient.value)
+            out = grad @ (self.value if rows == WHOLE else self.value[rows])
+            return out if grad is gradient.value else out[: len(gradient.value)]
         weight = self._quantised.transposed().columns(slice(*rows.indices(self._quantised.count)[:2]))
         return fp8.product(gradient.quantised, weight, gradient.value.dtype)
 
-    def add_gradient(self, gradient: "Gradient", x_NI: Tensor, rows: slice = slice(None)) -> None:
+    def add_gradient(self, gradient: "Gradient", x_NI: Tensor, rows: slice = WHOLE) -> None:
         """Add grad^T x to the gradient buffer: now, or with others when there are few rows. Neither may change meanwhile."""
-        if not len(x_NI):
+        if not x_NI.shape[0]:
             return
         self._waiting.append((rows, gradient, x_NI))
-        if sum(len(x_NI) for *_, x_NI in self._waiting) >= self._enough:
+        if sum(x_NI.shape[0] for *_, x_NI in self._waiting) >= self._enough:
             self.settle()
 
     def _add(self, sum_OI: Tensor, gradients: list["Gradient"], xs: list[Tensor], empty: bool) -> None:
@@ -190,14 +193,33 @@ class Weights:
         self.hidden_norm = Vector(layer.hidden_norm.weight)
         self.middle_norm = Vector(layer.post_attention_layernorm.weight)
         self.final_norm = Vector(drafter.norm.weight)
+        self.drafts_V = torch.full_like(drafter.t2d, -1, dtype=torch.int64)
+        """[V] int64: the draft token of each target token, -1 for none."""
+        self.drafts_V[drafter.target_ids] = torch.arange(shape.draft_vocab_size, device=drafter.d2t.device)
+        self._rotary = self._cos_sin(0)
         self.matrices = [v for v in vars(self).values() if isinstance(v, Matrix)] + [*self.heads.matrices]
         self.vectors = [v for v in vars(self).values() if isinstance(v, Vector)] + [*self.heads.vectors]
+        self.refresh()
+
+    def rotary(self, positions: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [P, E/2] of at least so many positions, wide; computed again only for longer documents."""
+        if len(self._rotary[0]) < positions:
+            self._rotary = self._cos_sin(1 << (positions - 1).bit_length())
+        return self._rotary
+
+    def _cos_sin(self, positions: int) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return self.drafter.rotary(torch.arange(positions, device=self.drafter.d2t.device), wide)
 
     def refresh(self) -> None:
         """After an optimizer step."""
         with torch.no_grad():
+            copies, masters = ([x for matrix in self.matrices for x in matrix.copies[i]] for i in (0, 1))
+            if copies:
+                torch._foreach_copy_(copies, masters)
             for matrix in self.matrices:
-                matrix.refresh()
+                if matrix.eight_bits:
+                    matrix.quantise()
 
     def gather(self) -> None:
         """Before a backward pass: every parameter has a `.grad` to add to."""

@@ -73,6 +73,8 @@ def test_indices_are_those_of_loops_over_documents_and_positions(
             assert step.kept_N.tolist() == [(computed[k - 1] if k else places).index(p) for p in computed[k]]
             assert step.first_N.tolist() == [computed[0].index(p) for p in computed[k]]
             assert step.slot_N.tolist() == [slots.index(p) for p in computed[k]]
+            assert step.token_N.tolist() == [int(samples[d].input_ids[t + 1 + k]) for d, t in computed[k]]
+            assert step.position_N.tolist() == [t + k for _, t in computed[k]]
             assert step.scored_M.tolist() == [computed[k].index(p) for p in scored]
             rows = [teachers.index((d, t + 1 + k)) for d, t in scored]
             assert step.teacher_M.tolist() == rows
