@@ -24,7 +24,7 @@ Quantiser = Callable[[list[Tensor], torch.dtype, bool, bool], tuple[Tensor, Tens
 
 @dataclass(frozen=True)
 class Quantised:
-    """A matrix [M, N] in 8 bits, M padded to a multiple of 16; `count` rows are real."""
+    """A matrix [M, N] in 8 bits, M padded with zeros to a multiple of 16; `count` rows are real."""
 
     values: Tensor
     """[M, N]; times `scale`. Empty [0, 0] if only the other form was asked for."""
@@ -48,7 +48,8 @@ class Quantised:
 def quantise(parts: list[Tensor], kind: torch.dtype, *, values: bool = True, turned: bool = True) -> Quantised:
     """Matrices on top of each other, as one. The largest magnitude becomes the largest number of `kind`.
 
-    In either form or both. Never waits for the GPU.
+    In either form or both. Each is padded to a multiple of 16 rows, so only the last may have another number of them if
+    rows are to be taken out again. Never waits for the GPU.
     """
     function: Quantiser = plain_quantise
     if parts[0].is_cuda:
@@ -61,10 +62,11 @@ def quantise(parts: list[Tensor], kind: torch.dtype, *, values: bool = True, tur
 
 def plain_quantise(parts: list[Tensor], kind: torch.dtype, values: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Values, turned and scale in plain torch."""
-    most, x_MN = torch.finfo(kind).max, torch.cat(parts)
+    most = torch.finfo(kind).max
+    x_MN = torch.cat([F.pad(part, (0, 0, 0, -len(part) % MULTIPLE)) for part in parts])
     largest = x_MN.abs().amax() if x_MN.numel() else x_MN.new_zeros(())
     scale = largest.float().clamp(min=SMALLEST) / most
-    small = F.pad((x_MN.float() / scale).clamp(-most, most), (0, 0, 0, -len(x_MN) % MULTIPLE)).to(kind)
+    small = (x_MN.float() / scale).clamp(-most, most).to(kind)
     none = small.new_empty(0, 0)
     return small if values else none, small.T.contiguous() if turned else none, scale
 

@@ -68,8 +68,9 @@ def row_losses(logits_RD, teacher_SD, row_R, target_R, weight_R, objective):
 def quantise(parts, kind, values, turned):
     """`fp8.plain_quantise`: each part is read twice, first for the largest magnitude; both forms are written from one tile."""
     parts = [part.contiguous() for part in parts]
-    rows, columns, device = sum(map(len, parts)), parts[0].shape[1], parts[0].device
-    padded = triton.cdiv(rows, fp8.MULTIPLE) * fp8.MULTIPLE
+    columns, device = parts[0].shape[1], parts[0].device
+    rooms = [triton.cdiv(len(part), fp8.MULTIPLE) * fp8.MULTIPLE for part in parts]
+    padded = sum(rooms)
     values_MN, turned_NM = (
         torch.empty(shape if wanted else (0, 0), dtype=kind, device=device)
         for shape, wanted in (((padded, columns), values), ((columns, padded), turned))
@@ -82,15 +83,13 @@ def quantise(parts, kind, values, turned):
             rounds = triton.cdiv(count, programs * LARGEST_BLOCK)
             _largest[(programs,)](part, largest, count, programs, rounds, BLOCK=LARGEST_BLOCK, num_warps=8)
     start = 0
-    for number, part in enumerate(parts):
-        last = number == len(parts) - 1
-        room = padded - start if last else len(part)  # what pads the matrix is the last part's
+    for part, room in zip(parts, rooms, strict=True):
         grid = (max(1, triton.cdiv(room, TILE)), max(1, triton.cdiv(columns, TILE)))
         _quantise[grid](
             part, largest, scale, values_MN[start:], turned_NM[:, start:], len(part), columns, room, padded,
             torch.finfo(kind).max, fp8.SMALLEST, VALUES=values, TURNED=turned, TILE=TILE, num_warps=8,
         )  # fmt: skip
-        start += len(part)
+        start += room
     return values_MN, turned_NM, scale
 
 

@@ -53,7 +53,7 @@ class Matrix:
 
     def quantise(self) -> None:
         """Make the parameters' 8 bits again, after they changed."""
-        self._quantised = fp8.quantise([parameter.detach() for parameter in self.parameters], fp8.FORWARD)
+        self._quantised = fp8.quantise([p.detach().to(self.dtype) for p in self.parameters], fp8.FORWARD)
 
     def gather(self) -> None:
         """Let the parameters' `.grad` be parts of the gradient buffer, which starts at zero where there was none."""

@@ -185,17 +185,14 @@ def test_eight_bits_on_the_gpu_equal_their_emulation(fast: pointwise.Pointwise) 
 
 @NEEDS_8_BITS
 @pytest.mark.parametrize("kind", [fp8.FORWARD, fp8.BACKWARD])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("size", "parts"), [((1, 16), 1), ((37, 256), 1), ((300, 1040), 3), ((4096, 48), 2), ((517, 64), 4)]
 )
-def test_the_quantising_kernel_equals_the_plain_one(
-    size: tuple[int, int], parts: int, kind: torch.dtype, dtype: torch.dtype
-) -> None:
+def test_the_quantising_kernel_equals_the_plain_one(size: tuple[int, int], parts: int, kind: torch.dtype) -> None:
     torch.manual_seed(size[0])
-    x = (torch.randn(size) * 10 ** torch.randn(size)).to(dtype)
-    values, turned, scale = fp8.plain_quantise([x], kind, True, True)
+    x = (torch.randn(size) * 10 ** torch.randn(size)).bfloat16()
     edges = torch.randint(0, size[0] + 1, (parts - 1,)).sort().values.tolist()
+    values, turned, scale = fp8.plain_quantise(list(x.tensor_split(edges)), kind, True, True)
     found = fp8.quantise(list(x.to(GPU).tensor_split(edges)), kind)
     torch.testing.assert_close(found.scale.cpu(), scale)
     assert torch.equal(found.values.T.view(torch.uint8), found.turned.view(torch.uint8)) and found.count == len(x)

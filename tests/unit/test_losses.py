@@ -191,6 +191,13 @@ def test_quantised_numbers_and_products(kind: torch.dtype, tolerance: float) -> 
     total = torch.ones(32, 32)
     fp8.add_product(total, qa.transposed(), qa.transposed())
     assert ((total - 1 - a.T @ a).norm() / (a.T @ a).norm()) < 2 * tolerance
+    parts = [a[:5], a[5:5], a[5:]]
+    whole, zeros = fp8.quantise(parts, kind), torch.zeros(11, 32)
+    assert whole.values.shape == (32, 32) and torch.equal(whole.scale, qa.scale)
+    again = fp8.quantise([torch.cat([a[:5], zeros, a[5:]])], kind)
+    assert torch.equal(whole.values.float(), again.values.float()) and torch.equal(
+        whole.turned.float(), again.turned.float()
+    )
     zero = fp8.quantise([torch.zeros(3, 16)], kind)
     assert torch.equal(fp8.product(zero, zero, torch.float32), torch.zeros(3, 3))
 
