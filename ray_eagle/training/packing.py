@@ -121,21 +121,32 @@ def counting_depth(mask_T: np.ndarray, ends_T: np.ndarray) -> np.ndarray:
     return np.maximum(np.minimum(stops_T, ends_T) - index_T - 2, 0)
 
 
-def make_pack(samples: list[Sample], steps: int, *, everywhere: bool = False, pin: bool = False) -> Pack:
+def make_pack(
+    samples: list[Sample], steps: int, *, everywhere: bool = False, pin: bool = False, multiple: int = 1
+) -> Pack:
     """Pack samples for `steps` unroll steps.
 
     `everywhere` computes every position where a step is defined, though only those that count are scored: the same loss,
-    for comparison. `pin`: states in page-locked memory.
+    for comparison. `pin`: states in page-locked memory. `multiple`: tokens, and the positions of every step, come in
+    multiples of it, through a last document of zeros that is scored nowhere.
     """
     # numpy: on arrays this small its calls cost a third of torch's, and the GPU waits for them
     lengths_B = np.array([s.input_ids.shape[0] for s in samples])
     ends_T: np.ndarray = np.repeat(lengths_B.cumsum(), lengths_B)
-    index_T = np.arange(len(ends_T))
-    positions_T = index_T - np.repeat(lengths_B.cumsum() - lengths_B, lengths_B)
     tokens_T = np.concatenate([s.input_ids.numpy() for s in samples]).astype(np.int64)
     mask_T = np.concatenate([s.loss_mask.numpy() for s in samples]) != 0
     depth_T = counting_depth(mask_T, ends_T)
-    computed_T = ends_T - 1 - index_T if everywhere else depth_T
+    computed_T = ends_T - 1 - np.arange(len(ends_T)) if everywhere else depth_T
+    aux = [s.aux for s in samples]
+    scales = [s.aux_scale for s in samples if s.aux_scale is not None]
+    if multiple > 1:
+        filler_F = _filler(computed_T, steps, multiple)
+        computed_T, size = np.append(computed_T, filler_F), len(filler_F)
+        lengths_B, ends_T = np.append(lengths_B, size), np.append(ends_T, np.full(size, len(computed_T)))
+        tokens_T, mask_T, depth_T = (np.append(x, np.zeros(size, x.dtype)) for x in (tokens_T, mask_T, depth_T))
+        aux, scales = ([*x, x[0].new_zeros(size, x[0].shape[1])] if x else x for x in (aux, scales))
+    index_T = np.arange(len(ends_T))
+    positions_T = index_T - np.repeat(lengths_B.cumsum() - lengths_B, lengths_B)
     # a position has a teacher where the next token of its document is the assistant's
     teaching_T = np.append(mask_T[1:], False) & (index_T + 1 < ends_T)
     rows_T = np.where(teaching_T, teaching_T.cumsum() - 1, -1)
@@ -163,10 +174,9 @@ def make_pack(samples: list[Sample], steps: int, *, everywhere: bool = False, pi
             "teacher_M": teacher_M,
         }
         indices.append(StepIndex(**{name: torch.from_numpy(x) for name, x in arrays.items()}, blocks=tuple(blocks)))
-    scales = [s.aux_scale for s in samples if s.aux_scale is not None]
     return Pack(
         tokens_T=torch.from_numpy(tokens_T),
-        aux_TC=_join([s.aux for s in samples], pin),
+        aux_TC=_join(aux, pin),
         aux_scale_TG=_join(scales, pin) if scales else None,
         positions_T=torch.from_numpy(positions_T),
         last_SH=_join([s.last for s in samples], pin),
@@ -184,10 +194,13 @@ def read_packs(
     *,
     everywhere: bool = False,
     pin: bool = False,
+    multiple: int = 1,
     aside: bool = False,
 ) -> Generator[Pack]:
-    """The pack of each group of sample numbers, in order. `aside`: a thread makes the next one while this one is used."""
-    packs = (make_pack(samples, steps, everywhere=everywhere, pin=pin) for samples in data.batches(groups))
+    """`make_pack` of each group of sample numbers, in order. `aside`: a thread makes the next one while this one is used."""
+    packs = (
+        make_pack(samples, steps, everywhere=everywhere, pin=pin, multiple=multiple) for samples in data.batches(groups)
+    )
     if not aside:
         yield from packs
         return
@@ -196,6 +209,18 @@ def read_packs(
         while (pack := following.result()) is not None:
             following = thread.submit(next, packs, None)
             yield pack
+
+
+def _filler(computed_T: np.ndarray, steps: int, multiple: int) -> np.ndarray:
+    """[F]: at how many steps each position of the last document is computed."""
+    missing, missing_K = 0, []
+    for step in reversed(range(steps)):  # positions of a step are among those of the step before
+        missing += -(int((computed_T > step).sum()) + missing) % multiple
+        missing_K.append(missing)
+    size = missing + steps if missing else 0  # the last of them reads tokens behind it
+    size += -(len(computed_T) + size) % multiple
+    index_F = np.arange(size)
+    return np.sum([index_F < missing for missing in missing_K], axis=0, dtype=np.int64)
 
 
 def _spans(computed_T: np.ndarray, lengths_B: np.ndarray) -> tuple[Spans, np.ndarray]:

@@ -94,7 +94,9 @@ class Case:
         **options: Any,
     ) -> tuple[float, dict[str, Tensor]]:
         """The loss and the gradients of a drafter's parameters."""
-        packs = [make_pack(b, self.steps).to(torch.device("cpu"), dtype) for b in batches or [self.samples]]
+        multiple = options.pop("multiple", 1)
+        packs = [make_pack(b, self.steps, multiple=multiple) for b in batches or [self.samples]]
+        packs = [pack.to(torch.device("cpu"), dtype) for pack in packs]
         counts_K = sum((entering_counts(p, drafter.t2d) for p in packs), torch.zeros(self.steps, dtype=torch.int64))
         weights_K = loss_weights(counts_K, 0.8).to(torch.promote_types(dtype, torch.float32))
         copies = Weights(drafter, dtype, **options)
@@ -155,6 +157,14 @@ def test_packs_add_up_and_a_pack_without_positions_adds_nothing() -> None:
     whole, gradients = case.gradients(batches=[talking])
     parts, sums = case.gradients(batches=[talking[:1], silent, talking[1:]])
     assert parts == pytest.approx(whole, rel=1e-12) and distance(sums, gradients) < 1e-12
+
+
+@pytest.mark.parametrize("multiple", [7, 64])
+def test_rows_that_fill_up_to_a_multiple_change_nothing(multiple: int) -> None:
+    case = Case(6)
+    total, gradients = case.gradients()
+    filled, same = case.gradients(multiple=multiple)
+    assert filled == pytest.approx(total, rel=1e-12) and distance(same, gradients) < 1e-12
 
 
 def test_gradients_add_to_those_of_another_call() -> None:

@@ -92,6 +92,27 @@ def test_indices_are_those_of_loops_over_documents_and_positions(
         assert spans.longest_keys == max(map(len, masks))
 
 
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_rows_come_in_multiples_and_the_documents_stay_what_they_are(everywhere: bool) -> None:
+    rng = random.Random(everywhere)
+    for _ in range(100):
+        samples, steps, multiple = random_samples(rng), rng.randint(1, 5), rng.choice([2, 3, 16])
+        plain = make_pack(samples, steps, everywhere=everywhere)
+        pack = make_pack(samples, steps, everywhere=everywhere, multiple=multiple)
+        tokens = len(plain.tokens_T)
+        assert len(pack.tokens_T) % multiple == 0 and len(pack.aux_TC) == len(pack.positions_T) == len(pack.tokens_T)
+        assert equal(pack.aux_TC[:tokens], plain.aux_TC) and not pack.aux_TC[tokens:].any()
+        for own, filled in zip(plain.steps, pack.steps, strict=True):
+            real = len(own.at_N)
+            assert len(filled.at_N) % multiple == 0 and bool((filled.at_N[real:] >= tokens).all())
+            for field in ("at_N", "first_N", "slot_N", "token_N", "position_N"):
+                assert torch.equal(getattr(filled, field)[:real], getattr(own, field)), field
+            assert (filled.position_N < len(pack.tokens_T)).all() and filled.at_N.unique().equal(filled.at_N)
+            assert torch.equal(filled.scored_M, own.scored_M) and torch.equal(filled.teacher_M, own.teacher_M)
+            assert filled.blocks == own.blocks
+        assert pack.spans.bounds[: len(samples)] == plain.spans.bounds and pack.names == plain.names
+
+
 @pytest.mark.parametrize("aside", [False, True])
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_packs_are_those_of_their_samples_in_order(tmp_path: Path, aside: bool, everywhere: bool) -> None:
