@@ -64,7 +64,7 @@ class BreakevenConfig(Section):
     """Tokens of each."""
     acceptance_length: Annotated[float, Field(ge=1)] = 2.5
     """Tokens that each measured cycle yields, at most steps + 1: an sglang server pretends to accept so many, since taking
-    them in takes time too. Other engines measure with what a random drafter yields, about 1."""
+    them in takes time too. 1 pretends nothing; other engines measure with what a random drafter yields, about 1."""
     baseline_tps: Annotated[float, Field(gt=0)] | None = None
     """Plain decoding speed in tokens/s: with `cycle_ms`, only the arithmetic is done, and nothing is served."""
     cycle_ms: Annotated[float, Field(gt=0)] | None = None

@@ -71,8 +71,8 @@ def breakeven(config: Config, run: RunFolder, facts: TargetFacts | None, progres
         shape = read_shape(Path(given)) if given else new_shape(config.drafter, facts, config.vocab.size)
         progress.say("breakeven: serving the target with a random drafter")
         sweep = [Speculation(steps=steps) for steps in settings.steps] + _sweep(settings.sweep)
-        if config.serve.engine == "sglang":
-            yields = settings.acceptance_length
+        yields = settings.acceptance_length
+        if yields > 1 and config.serve.engine == "sglang":
             sweep = [each.model_copy(update={"simulated": min(yields, each.steps + 1)}) for each in sweep]
         with deployed(config, random_shape=shape, starting=sweep[0] if sweep else None) as client:
             chosen = prompts[: max(settings.prompts, *(2 * c for c in settings.concurrencies if c > 1), 1)]
