@@ -60,10 +60,10 @@ class BreakevenConfig(Section):
     """Requests at once. More than 1 needs sglang or vllm."""
     prompts: Positive = 4
     """Prompts decoded at each setting (at least 2 batches)."""
-    max_new_tokens: Positive = 24
+    max_new_tokens: Positive = 64
     """Tokens of each."""
     acceptance_length: Annotated[float, Field(ge=1)] = 2.5
-    """Tokens that each measured cycle yields, at most steps + 1: an sglang server pretends to accept so many, since taking
+    """Tokens that each measured cycle yields, at most those of its chain: an sglang server pretends to accept so many, since taking
     them in takes time too. 1 pretends nothing; other engines measure with what a random drafter yields, about 1."""
     baseline_tps: Annotated[float, Field(gt=0)] | None = None
     """Plain decoding speed in tokens/s: with `cycle_ms`, only the arithmetic is done, and nothing is served."""

@@ -1,7 +1,7 @@
 """What acceptance length a drafter must reach to pay: the arithmetic.
 
 With R = time of one speculative cycle / time of one plain decode step, the speed-up is tau / R. So R is the break-even
-acceptance length; it depends on hardware, batch and number of draft steps, not on how good the drafter is.
+acceptance length; it depends on hardware, batch and number of draft steps, and hardly on how good the drafter is.
 """
 
 from ray_eagle.errors import InputError

@@ -1,7 +1,7 @@
 """Measure a served drafter: acceptance, speed against plain decoding of the same prompts, and the verdict.
 
-`run_breakeven` measures R alone, for several numbers of draft steps: R does not depend on how good the drafter is, so a
-random one of the right shape tells, before any training, what a trained one must reach.
+`run_breakeven` measures R alone, for several numbers of draft steps: R hardly depends on how good the drafter is, so a random
+one of the right shape tells, before any training, what a trained one must reach.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from ray_eagle.probing.acceptance import Acceptance
 from ray_eagle.probing.differences import differences_from, faults_of, plain_gaps, unchecked_notes
 from ray_eagle.probing.phase import WARM_UP_TOKENS
 from ray_eagle.probing.reports import (
+    RANDOM_NOTE,
     Bootstrap,
     BreakevenReport,
     ProbePrompt,
@@ -126,9 +127,8 @@ def run_breakeven(
         )
         for count, measured in timings.items()
     ]
-    return BreakevenReport(
-        max_new_tokens=max_new_tokens, prompts=len(prompts), rows=rows, notes=context_notes(rows[0].mean_context)
-    )
+    notes = [*context_notes(rows[0].mean_context), RANDOM_NOTE]
+    return BreakevenReport(max_new_tokens=max_new_tokens, prompts=len(prompts), rows=rows, notes=notes)
 
 
 def _warm_up(client: Client, prompts: Sequence[ProbePrompt], max_new_tokens: int, steps: Sequence[int]) -> None:

@@ -281,6 +281,12 @@ def length_bucket(prompt_length: int) -> str:
     return f">= {BUCKETS[-1]}"
 
 
+RANDOM_NOTE = (
+    "Cycles were timed with a random drafter, of which next to nothing is accepted: the time that a server takes for each "
+    "accepted token is not in it. A probe of a trained drafter measures that too."
+)
+
+
 def context_notes(context: float) -> list[str]:
     """What a break-even figure holds for."""
     return [

@@ -73,7 +73,10 @@ def breakeven(config: Config, run: RunFolder, facts: TargetFacts | None, progres
         sweep = [Speculation(steps=steps) for steps in settings.steps] + _sweep(settings.sweep)
         yields = settings.acceptance_length
         if yields > 1 and config.serve.engine == "sglang":
-            sweep = [each.model_copy(update={"simulated": min(yields, each.steps + 1)}) for each in sweep]
+            sweep = [
+                Speculation(**{**dict(each), "simulated": min(yields, each.steps + 1, each.draft_tokens)})
+                for each in sweep
+            ]
         with deployed(config, random_shape=shape, starting=sweep[0] if sweep else None) as client:
             chosen = prompts[: max(settings.prompts, *(2 * c for c in settings.concurrencies if c > 1), 1)]
             report = breakeven_with(

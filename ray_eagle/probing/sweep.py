@@ -21,6 +21,7 @@ from ray_eagle.probing.differences import differences_from, faults_of, plain_gap
 from ray_eagle.probing.phase import BatchClient, Phase, Replies, as_found, batches, untimed_notes
 from ray_eagle.probing.probe import Client, Predict, Progress, run_breakeven, run_probe
 from ray_eagle.probing.reports import (
+    RANDOM_NOTE,
     Bootstrap,
     BreakevenReport,
     BreakevenRow,
@@ -222,14 +223,11 @@ def run_breakeven_sweep(
 def _yield_note(settings: Sequence[Speculation]) -> str:
     """How much was accepted while cycles were timed."""
     if any(setting.simulated is None for setting in settings):
-        return (
-            "Cycles were timed with a random drafter, of which next to nothing is accepted: the time that a server takes for "
-            "each accepted token is not in it. A probe of a trained drafter measures that too."
-        )
+        return RANDOM_NOTE
     yields = " or ".join(f"{tokens:g}" for tokens in sorted({setting.simulated or 0 for setting in settings}))
     return (
         f"Cycles were timed while each yielded {yields} tokens, which the server pretends: it takes time for each accepted "
-        "token, so R grows a little with the acceptance length (breakeven.acceptance_length)."
+        "token, so R grows a little with the acceptance length (breakeven.acceptance_length). The text was not the target's."
     )
 
 
@@ -262,7 +260,8 @@ def _decode(
     """`plan`: prompts that each setting answers at each concurrency. `both_ways`: those of them that are answered plainly too."""
     made = _Decoded(in_turns=client.engine().side_by_side)
     again = sum(map(len, both_ways.values())) * (len(settings) if made.in_turns else 1)
-    tick = _Ticker(progress, len(settings) * sum(map(len, plan.values())) + again)
+    total = len(settings) * sum(map(len, plan.values())) + again
+    tick = _Ticker(progress, total, tells=not any(setting.simulated for setting in settings))
     for setting in settings:
         phase = Phase(client, setting, max(plan))
         made.phases.append(phase)
@@ -301,13 +300,14 @@ def needed_sentence(report: BreakevenReport, steps: int) -> str:
 class _Ticker:
     """Counts prompts over all phases."""
 
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
+    def __init__(self, progress: Progress, total: int, *, tells: bool) -> None:
+        """`tells`: how much was accepted."""
+        self._progress, self._total, self._done, self._tells = progress, total, 0, tells
 
     def __call__(self, replies: Sequence[GenerateReply]) -> None:
         for reply in replies:
             self._done += 1
-            passes = reply.passes
+            passes = reply.passes if self._tells else []
             note = f"acceptance length {1 + sum(p.accepted for p in passes) / len(passes):.2f}" if passes else ""
             self._progress(self._done, self._total, note)
 

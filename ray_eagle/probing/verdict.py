@@ -53,7 +53,7 @@ def verdict(
     if break_even >= steps + 1:
         return "not-worth-it", [
             f"{measured}: with {steps} draft steps no drafter can exceed {steps + 1}, so none can pay here.",
-            "Try another number of draft steps, or another machine or batch size: R does not depend on the drafter.",
+            "Try another number of draft steps, or another machine or batch size: R hardly depends on the drafter.",
         ]
     if low <= NOISE:
         reasons = [f"{measured}: not distinguishable from 1, a drafter that is never right. Check:", *CHECKS]

@@ -49,12 +49,13 @@ class Replica:
         starting: Speculation | None = None,
         on_reply: Callable[[GenerateReply], None] = lambda reply: None,
     ) -> None:
-        """Loads both models; raises as `load_engine`. `on_reply` sees every answer, those of a probe included."""
+        """Loads both models; raises as `load_engine`. `on_reply` sees every answer that is no pretence, those of a probe included."""
         self._engine, self._facts, self._shape = load_engine(
             target, serve, drafter_folder, random_shape, seed, starting
         )
         self._tokenizer = load_tokenizer(self._facts, target)
         self._on_reply = on_reply
+        self._pretends = bool(starting and starting.simulated)
         self._serve = serve
         self._drafter = str(drafter_folder or "random")
 
@@ -65,6 +66,11 @@ class Replica:
         if isinstance(self._engine, ReferenceEngine):
             return self.one(tokens, request.max_new_tokens, request.steps or self._serve.steps, request.plain)
         now = self._engine.facts().speculation
+        if now and now.simulated:
+            raise InputError(
+                f"generate: expected a server that decodes in earnest, found one that pretends that each cycle yields "
+                f"{now.simulated:g} tokens, to time cycles: its text would mean nothing. POST /configure first."
+            )
         wanted = None if request.plain else now if request.steps is None else Speculation(steps=request.steps)
         if wanted != now or (now is None and not request.plain):
             raise InputError(
@@ -114,6 +120,7 @@ class Replica:
     def configure(self, request: ConfigureRequest) -> EngineFacts:
         """Raises ConfigError for what the engine cannot do, ServingError when its server does not restart."""
         self._engine.configure(request.speculation)
+        self._pretends = bool(request.speculation and request.speculation.simulated)
         return self._engine.facts()
 
     def decode(self, request: DecodeRequest) -> DecodeReply:
@@ -189,7 +196,8 @@ class Replica:
         for ids, each in zip(prompts, made, strict=True):
             text = self._tokenizer.decode(each.tokens, skip_special_tokens=True)
             replies.append(GenerateReply(text=text, prompt_length=len(ids), **vars(each)))
-            self._on_reply(replies[-1])
+            if not self._pretends:
+                self._on_reply(replies[-1])
         return replies
 
     def _tokens(self, source: PromptSource) -> list[int]:

@@ -238,7 +238,10 @@ class ServerEngine:
             raise ServingError(f"{child.name}: the server broke off ({error!r}).{child.tail()}") from error
         after = dialect.counters(self._get)
         answers = dialect.counted(
-            [ended(dialect.answer(reply), self._models.ends) for reply in replies],
+            [
+                answer if each.past_end else ended(answer, self._models.ends)
+                for each, answer in zip(work, map(dialect.answer, replies), strict=True)
+            ],
             before,
             after,
             speculating=now.speculation is not None,

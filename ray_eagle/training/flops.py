@@ -6,6 +6,8 @@ positions where they are needed; what is computed twice to save memory counts on
 
 import math
 
+import torch
+
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.training.packing import Pack
 
@@ -40,14 +42,14 @@ def pack_flops(shape: DrafterShape, pack: Pack) -> float:
     sizes = {name.split(".")[-2]: math.prod(size) for name, size in shape.tensors().items() if len(size) == 2}
     keys = sum(size for name, size in sizes.items() if name.startswith(("k", "v_")))
     rest = sum(size for name, size in sizes.items() if name.startswith(("q_", "o_", "gate_", "up_", "down_")))
-    tokens = len(pack.tokens_T)
+    tokens = pack.spans.bounds[len(pack.names) - 1][3]  # without those that fill up to a multiple
     # the projection of the aux states has no gradient below it: one product backward, where all others have two
     total = 2.0 * (2 * tokens * 3 * h * h)
     total += 3.0 * (2 * tokens * keys)
     for k, step in enumerate(pack.steps):
-        rows = len(step.at_N)
+        rows = int(torch.searchsorted(step.at_N, tokens))
         total += 3.0 * 2 * rows * (rest + keys if k else rest)
-        seen = int(step.position_N.sum()) + rows
+        seen = int(step.position_N[:rows].sum()) + rows
         total += 3.0 * (2 * seen * heads * (shape.head_dim + shape.value_dim))
         total += 3.0 * (2 * len(step.scored_M) * h * shape.draft_vocab_size)
     # the teachers of later steps are among the first one's

@@ -1,7 +1,7 @@
 """Matrix products in 8 bits (Ada, Hopper and later): e4m3 forward, e5m2 for gradients, one dynamic scale a tensor.
 
 On CPUs the same numbers are computed from the quantised values in wider arithmetic, so that tests need no GPU. Sizes must
-be multiples of 16: rows of activations are padded with zeros, which add nothing.
+be multiples of 16: rows are padded with zeros, which add nothing.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,10 @@ Quantiser = Callable[[list[Tensor], torch.dtype, bool, bool], tuple[Tensor, Tens
 
 @dataclass(frozen=True)
 class Quantised:
-    """A matrix [M, N] in 8 bits, M padded with zeros to a multiple of 16; `count` rows are real."""
+    """A matrix [M, N] in 8 bits, each of its parts padded with rows of zeros to a multiple of 16; `count` rows are real.
+
+    They are the first ones, if all parts but the last have a multiple of 16.
+    """
 
     values: Tensor
     """[M, N]; times `scale`. Empty [0, 0] if only the other form was asked for."""
@@ -48,8 +51,7 @@ class Quantised:
 def quantise(parts: list[Tensor], kind: torch.dtype, *, values: bool = True, turned: bool = True) -> Quantised:
     """Matrices on top of each other, as one. The largest magnitude becomes the largest number of `kind`.
 
-    In either form or both. Each is padded to a multiple of 16 rows, so only the last may have another number of them if
-    rows are to be taken out again. Never waits for the GPU.
+    In either form or both. Never waits for the GPU.
     """
     function: Quantiser = plain_quantise
     if parts[0].is_cuda:

@@ -75,6 +75,7 @@ def train_loop(job: dict[str, Any]) -> None:
     while trainer.step < trainer.total_steps:
         trainer.train_step()
         if trainer.at_checkpoint():
+            trainer.check()  # or what the GPU still does would count as the pause's
             with trainer.recent.paused():
                 _checkpoint(trainer, checkpoints)
     trainer.close()
@@ -203,9 +204,9 @@ class Trainer:
         self._unchecked.append(_Unchecked(self.step, norm, losses, names))
         self.step += 1
         self.recent.end_step(norm, rate)
-        self._check(waiting=int(self.device.type == "cuda"))
+        self.check(waiting=int(self.device.type == "cuda"))
         if self.step % s.report_every == 0 or self.step == self.total_steps:
-            self._check()
+            self.check()
             self._log(self.recent.figures(self._sum))
 
     def _update(self, rate: float) -> Tensor:
@@ -217,7 +218,7 @@ class Trainer:
         self.weights.refresh()
         return norm
 
-    def _check(self, waiting: int = 0) -> None:
+    def check(self, waiting: int = 0) -> None:
         """Raise WorkerError for a step without a finite gradient, leaving the newest `waiting` steps for later."""
         while len(self._unchecked) > waiting:
             found = self._unchecked.popleft()
@@ -283,7 +284,7 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """Everything that decides the rest of the run: weights, optimizer, cursor, random state."""
-        self._check()
+        self.check()
         state = {
             "drafter": self.drafter.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -303,6 +304,8 @@ class Trainer:
         self.weights.refresh()
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
+        if self._packs:
+            self._packs.close()
         self._packs = None
         if self.history:
             self.history.restore(state["history"])

@@ -74,8 +74,8 @@ def head_and_loss(
     pieces: list[list[tuple[Tensor, ...]]] = [[] for _ in pack.steps]
     gradients = [] if weights_K is None else [torch.empty_like(u) for u in outputs]
     scored = [len(step.scored_M) for step in pack.steps]
-    everywhere = [len(u) > count for u, count in zip(outputs, scored, strict=True)]
-    for gradient, sparse in zip(gradients, everywhere, strict=False):
+    is_sparse = [len(u) > count for u, count in zip(outputs, scored, strict=True)]
+    for gradient, sparse in zip(gradients, is_sparse, strict=False):
         if sparse:
             gradient.zero_()
     blocks = max(1, (ROWS if target_S.is_cuda else ROWS_CPU) // (BLOCK * len(pack.steps)))
@@ -88,7 +88,7 @@ def head_and_loss(
         parts = [slice(step.blocks[block], step.blocks[end]) for step in pack.steps]
         rows = [
             step.scored_M[part] if sparse else part
-            for step, part, sparse in zip(pack.steps, parts, everywhere, strict=False)
+            for step, part, sparse in zip(pack.steps, parts, is_sparse, strict=False)
         ]
         counts = [part.stop - part.start for part in parts]
         first = block * BLOCK
@@ -114,7 +114,7 @@ def head_and_loss(
                 gradient[row] = part
     scores = [
         StepScores(step.at_N[step.scored_M] if sparse else step.at_N, *map(_joined, zip(*step_pieces, strict=True)))
-        for step, sparse, step_pieces in zip(pack.steps, everywhere, pieces, strict=True)
+        for step, sparse, step_pieces in zip(pack.steps, is_sparse, pieces, strict=True)
     ]
     return scores, gradients
 

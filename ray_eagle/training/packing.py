@@ -37,7 +37,7 @@ class StepIndex:
     position_N: Tensor
     """[N] int64: its RoPE position."""
     scored_M: Tensor
-    """[M] int64: rows among the N that count (all of them, unless positions are computed everywhere)."""
+    """[M] int64: rows among the N that count (all, unless positions are computed everywhere or fill up to a multiple)."""
     teacher_M: Tensor
     """[M] int64, ascending: the teacher's row of each."""
     blocks: tuple[int, ...]
@@ -49,7 +49,8 @@ class Spans:
     """Where each document's queries and keys lie. Queries run from its first computed position to its end."""
 
     bounds: tuple[tuple[int, int, int, int], ...]
-    """(first query slot, end of slots, first key, end of keys) of each document; its last slot is at its last key."""
+    """(first query slot, end of slots, first key, end of keys) of each document, that of zeros too; its last slot is at its
+    last key."""
     queries_B1: Tensor
     """[B + 1] int32: the same bounds as offsets, for flash attention."""
     keys_B1: Tensor
@@ -83,7 +84,7 @@ class Pack:
     """One for each unroll step."""
     spans: Spans
     names: tuple[str, ...]
-    """sample_id of each document."""
+    """sample_id of each document but that of zeros."""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Pack":
         """The pack on a device, its states in `dtype`. Copies to a GPU do not wait for it; all indices travel as one tensor."""

@@ -53,7 +53,10 @@ class Matrix:
 
     def quantise(self) -> None:
         """Make the parameters' 8 bits again, after they changed."""
-        self._quantised = fp8.quantise([p.detach().to(self.dtype) for p in self.parameters], fp8.FORWARD)
+        masters = [parameter.detach().to(self.dtype) for parameter in self.parameters]
+        if any(len(master) % fp8.MULTIPLE for master in masters[:-1]):
+            masters = [torch.cat(masters)]  # rows are taken out of it again
+        self._quantised = fp8.quantise(masters, fp8.FORWARD)
 
     def gather(self) -> None:
         """Let the parameters' `.grad` be parts of the gradient buffer, which starts at zero where there was none."""

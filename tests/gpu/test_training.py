@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -62,11 +63,11 @@ def relative(one: Tensor, other: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "groups", "width"), [(8, 2, 128), (4, 4, 64), (14, 2, 64), (3, 3, 32)])
 @pytest.mark.parametrize("k", range(STEPS))
-@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("options", [{}, {"everywhere": True}, {"multiple": 64}])
 def test_flash_attention_equals_float64(
-    k: int, heads: int, groups: int, width: int, dtype: torch.dtype, everywhere: bool
+    k: int, heads: int, groups: int, width: int, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    pack = make_pack(random_samples(k), STEPS, everywhere=everywhere)
+    pack = make_pack(random_samples(k), STEPS, **options)
     torch.manual_seed(k)
     sizes = [
         (len(pack.steps[k].at_N), heads, width),
@@ -131,12 +132,14 @@ class Step:
         self.embedding, self.head = torch.randn(VOCAB, HIDDEN), torch.randn(DRAFTS, HIDDEN) * 0.1
         self.samples = random_samples(seed)
 
-    def gradients(self, device: torch.device, dtype: torch.dtype, **options: object) -> dict[str, Tensor]:
+    def gradients(
+        self, device: torch.device, dtype: torch.dtype, multiple: int = 1, **options: Any
+    ) -> dict[str, Tensor]:
         drafter = Drafter(self.drafter.shape)
         drafter.load_state_dict(self.drafter.state_dict())
         drafter.to(device)
         weights = Weights(drafter, dtype, **options)  # type: ignore[arg-type]
-        self.train(weights, make_pack(self.samples, STEPS).to(device, dtype))
+        self.train(weights, make_pack(self.samples, STEPS, multiple=multiple).to(device, dtype))
         return {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
 
     def train(self, weights: Weights, pack: Pack) -> None:
@@ -156,7 +159,7 @@ def fast() -> pointwise.Pointwise:
 def test_a_step_on_the_gpu_equals_the_cpu(fast: pointwise.Pointwise, latent: bool) -> None:
     step = Step(latent=latent)
     exact = step.gradients(torch.device("cpu"), torch.float32)
-    for options in ({}, {"pointwise": fast}):
+    for options in ({}, {"pointwise": fast}, {"multiple": 64}):
         assert len(exact) == (16 if latent else 13)
         for name, gradient in step.gradients(GPU, torch.float32, **options).items():
             assert relative(gradient, exact[name]) < 1e-3, (name, options)
@@ -230,7 +233,7 @@ def test_a_step_never_waits_for_the_gpu(eight_bits: bool, fast: pointwise.Pointw
     step.train(weights, make_pack(step.samples, STEPS, pin=True).to(GPU, torch.bfloat16))  # kernels load and compile
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step.train(weights, make_pack(step.samples[1:], STEPS, pin=True).to(GPU, torch.bfloat16))
+        step.train(weights, make_pack(step.samples[1:], STEPS, pin=True, multiple=64).to(GPU, torch.bfloat16))
         weights.refresh()
     finally:
         torch.cuda.set_sync_debug_mode("default")

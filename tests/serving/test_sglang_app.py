@@ -109,6 +109,9 @@ def test_a_sweep_over_settings_and_concurrencies(target_folder: Path, drafter_fo
             assert http.health().ok
             with pytest.raises(InputError, match=r"decodes 3 steps.*POST /configure"):
                 http.generate(input_ids=[5, 6], steps=2)
+            http.configure(Speculation(steps=3, simulated=2))
+            with pytest.raises(InputError, match=r"pretends that each cycle yields 2 tokens.*POST /configure"):
+                http.generate(input_ids=[5, 6])
         report = probe_with(
             app,
             PROMPTS,

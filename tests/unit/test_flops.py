@@ -66,7 +66,9 @@ def test_operations_equal_the_count_by_position(seed: int, everywhere: bool, lat
                     expected += 3 * product(1, h, d)
                     taught.add(t + 1 + k)
         expected += len(taught) * product(1, h, d)
-    assert pack_flops(shape, make_pack(samples, steps, everywhere=everywhere)) == expected
+    for multiple in (1, 16):
+        pack = make_pack(samples, steps, everywhere=everywhere, multiple=multiple)
+        assert pack_flops(shape, pack) == expected
 
 
 @pytest.mark.parametrize(

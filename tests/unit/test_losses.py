@@ -212,6 +212,20 @@ def test_quantised_numbers_and_products(kind: torch.dtype, tolerance: float) -> 
     assert torch.equal(fp8.product(zero, zero, torch.float32), torch.zeros(3, 3))
 
 
+def test_rows_of_parts_of_odd_sizes_are_found_again_in_8_bits() -> None:
+    torch.manual_seed(0)
+    parts = [torch.nn.Parameter(torch.randn(rows, 32)) for rows in (16, 8, 24)]
+    matrix, x = weights.Matrix(parts, torch.float32, eight_bits=True), torch.randn(5, 32)
+    matrix.quantise()
+    whole, exact = matrix.product(x), x @ torch.cat([*parts]).detach().T
+    assert (whole - exact).norm() / exact.norm() < 0.1
+    for rows in (slice(16, 24), slice(24, None), slice(16, None)):
+        assert torch.allclose(matrix.product(x, rows), whole[:, rows], atol=1e-4)
+        back = matrix.input_gradient(matrix.incoming(whole[:, rows].contiguous()), rows)
+        exact = whole[:, rows] @ torch.cat([*parts]).detach()[rows]
+        assert (back - exact).norm() / exact.norm() < 0.2
+
+
 class Largest(TorchDispatchMode):
     """The most elements of any tensor with D columns that an operation returns."""
 

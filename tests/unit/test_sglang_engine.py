@@ -181,6 +181,7 @@ def test_what_follows_the_end_in_the_last_pass_is_cut(tmp_path: Path) -> None:
     made = engine.generate([Work([5], count)])[0]
     assert (made.tokens, made.finish_reason) == (answer[:-1], "stop")
     assert [(p.start, p.accepted) for p in made.passes] == expected_passes([5], count, 3)
+    assert engine.generate([Work([5], count, past_end=True)])[0].tokens == answer
     engine.close()
     engine = start(tmp_path, ends=frozenset({answer[2]}))
     assert engine.generate([Work([5], count)])[0].tokens == answer
