@@ -304,18 +304,20 @@ class Trainer:
         self.weights.refresh()
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
-        if self._packs:
-            self._packs.close()
-        self._packs = None
+        self._stop_reading()
         if self.history:
             self.history.restore(state["history"])
 
     def close(self) -> None:
         """Nothing is read any more, and everything is logged."""
-        if self._packs:
-            self._packs.close()
+        self._stop_reading()
         if self.history:
             self.history.close()
+
+    def _stop_reading(self) -> None:
+        if self._packs:
+            self._packs.close()
+        self._packs = None
 
 
 def noise_seed(seed: int, step: int, index: int) -> int:

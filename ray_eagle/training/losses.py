@@ -20,7 +20,7 @@ from torch import Tensor
 from ray_eagle.target.logits import UNCHANGED, LogitRule
 from ray_eagle.training.packing import BLOCK, Pack
 from ray_eagle.training.pointwise import wide
-from ray_eagle.training.weights import Weights, wide_product
+from ray_eagle.training.weights import Weights, joined, wide_product
 
 ROWS = 8192
 """Rows of draft logits that exist at once on a GPU,"""
@@ -113,14 +113,10 @@ def head_and_loss(
             for gradient, row, part in zip(gradients, rows, grad_RH.split(counts), strict=True):
                 gradient[row] = part
     scores = [
-        StepScores(step.at_N[step.scored_M] if sparse else step.at_N, *map(_joined, zip(*step_pieces, strict=True)))
+        StepScores(step.at_N[step.scored_M] if sparse else step.at_N, *map(joined, zip(*step_pieces, strict=True)))
         for step, sparse, step_pieces in zip(pack.steps, is_sparse, pieces, strict=True)
     ]
     return scores, gradients
-
-
-def _joined(tensors: tuple[Tensor, ...]) -> Tensor:
-    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def row_losses(

@@ -5,6 +5,7 @@ Projections that read the same input are one matrix here: those of the attention
 the matrix products themselves, so no partial sum is ever rounded to 16 bits (those of 8-bit products once are).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -130,8 +131,7 @@ class Matrix:
     def _add(self, sum_OI: Tensor, gradients: list["Gradient"], xs: list[Tensor], empty: bool) -> None:
         values = [gradient.value for gradient in gradients]
         if self._quantised is None:
-            grad_NO, x_NI = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (values, xs))
-            add_product(sum_OI, padded(grad_NO).T, padded(x_NI), empty)
+            add_product(sum_OI, padded(joined(values)).T, padded(joined(xs)), empty)
             return
         quantised = gradients[0].quantised
         if len(gradients) > 1 or quantised is None or not quantised.turned.numel():
@@ -256,6 +256,11 @@ def wide_product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     if halves and a_MK.is_cuda:
         return torch.mm(a_MK, b_KN, out_dtype=torch.float32)
     return (padded(a_MK) @ b_KN)[: len(a_MK)]
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """One tensor of at least one; a single one is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat([*tensors])
 
 
 def padded(x_NI: Tensor) -> Tensor:
