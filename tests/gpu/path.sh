@@ -49,7 +49,7 @@ for part in "$@"; do
       rm -rf "$RUN/probes/trained"; stage probe probe 540 --redo; figures bfloat16 "$RUN/probes/trained/probe.json"
       cp "$RUN/probes/trained/probe.json" "$OUT/probe-bfloat16.json"; cp "$OUT/probe-bfloat16.json" "$RUN/" ;;
     breakeven)
-      rm -rf "$RUN/probes/breakeven"; LINES_SHOWN=8 stage breakeven breakeven 300
+      rm -rf "$RUN/probes/breakeven"; LINES_SHOWN=8 stage breakeven breakeven 450
       $PY - "$RUN/probe-bfloat16.json" "$RUN/probes/breakeven/breakeven.json" <<'PY'
 import json, sys
 trained, random = (json.load(open(path)) for path in sys.argv[1:])
