@@ -46,7 +46,11 @@ class SGLang:
         return child_environment(self._config) | pretence
 
     def command(self, port: int, speculation: Speculation | None, drafter: Path) -> list[str]:
-        """Radix cache off: a hit would shorten the prefill and change acceptance. Every step is streamed, as a delta."""
+        """Radix cache off: a hit would shorten the prefill and change acceptance. Every step is streamed, as a delta.
+
+        Beside a random drafter no text is made: nobody reads it, and a text of random tokens keeps SGLang's detokenizer
+        busier than its GPU once a small target answers 16 requests at once.
+        """
         config = self._config
         words: dict[str, object | None] = {
             "--model-path": self._models.target,
@@ -65,6 +69,7 @@ class SGLang:
         flags = [text for name, value in words.items() if value is not None for text in (name, str(value))]
         flags += ["--disable-radix-cache", "--incremental-streaming-output", "--enable-metrics"]
         flags += ["--trust-remote-code"] if self._models.trust_remote_code else []
+        flags += [] if self._models.drafter else ["--skip-tokenizer-init"]
         return [
             *(self._python, "-m", "sglang.launch_server"),
             *flags,

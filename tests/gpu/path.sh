@@ -2,9 +2,11 @@
 #   learn      generate, extract, train                                  about 5 min
 #   serve      probe with SGLang in bfloat16 at concurrency 1, 4, 16     about 5 min
 #   breakeven  the same with a random drafter                            about 3 min
+#   heavy      the same drafter before a target that answers like SmolLM2 with many times its work, then a random one: 6 min
 #   exact      float16: SGLang's text against plain decoding             about 3 min
 # Settings: path.yaml, and whatever $EXTRA adds. Logs, probe.json, breakeven.json and SGLang's logs go to $OUT.
 export HF_HUB_OFFLINE=1 TQDM_DISABLE=1 RAY_AUTH_MODE=disabled OUT=${OUT:-/tmp/run/out}
+HEAVY=${HEAVY:-/tmp/gpu/model/heavy}
 C=${CONFIG:-tests/gpu/path.yaml} RUN=${RUN:-/tmp/run/path} PY=${PY:-python3}
 mkdir -p "$OUT" "$RUN"
 
@@ -39,6 +41,19 @@ print("  by length", {k: round(v["acceptance_length"], 3) for k, v in s["by_prom
 PY
 }
 
+compare() { # a probe, a break-even: R with a trained drafter and with a random one
+  $PY - "$@" <<'PY'
+import json, sys
+trained, random = (json.load(open(path)) for path in sys.argv[1:])
+rows = {(r["steps"], r["concurrency"]): r for r in random["measured"]["rows"]}
+for r in trained["served"]["sweep"]:
+    c, other = r["concurrency"], rows[r["steps"], r["concurrency"]]
+    step = c / r["plain_tokens_per_second"]
+    print(f"  at {c}: R random {other['needed']:.3f} (context {other['mean_context']:.0f}), trained {r['break_even']:.3f} ({r['mean_context']:.0f}): {other['needed'] / r['break_even'] - 1:+.1%}")
+    print(f"    ms of a plain step, a cycle: random {1e3 * other['speed']['plain_step_seconds']:.3f}, {1e3 * other['speed']['cycle_seconds']:.3f}; trained {1e3 * step:.3f}, {1e3 * step * r['break_even']:.3f}")
+PY
+}
+
 for part in "$@"; do
   date
   case $part in
@@ -50,15 +65,16 @@ for part in "$@"; do
       cp "$RUN/probes/trained/probe.json" "$OUT/probe-bfloat16.json"; cp "$OUT/probe-bfloat16.json" "$RUN/" ;;
     breakeven)
       rm -rf "$RUN/probes/breakeven"; LINES_SHOWN=8 stage breakeven breakeven 450
-      $PY - "$RUN/probe-bfloat16.json" "$RUN/probes/breakeven/breakeven.json" <<'PY'
-import json, sys
-trained, random = (json.load(open(path)) for path in sys.argv[1:])
-needed = {(r["steps"], r["concurrency"]): (r["needed"], r["mean_context"]) for r in random["measured"]["rows"]}
-for r in trained["served"]["sweep"]:
-    n, context = needed[r["steps"], r["concurrency"]]
-    print(f"  at {r['concurrency']}: R random {n:.3f} (context {context:.0f}), trained {r['break_even']:.3f} ({r['mean_context']:.0f}): {n / r['break_even'] - 1:+.1%}")
-PY
+      compare "$RUN/probe-bfloat16.json" "$RUN/probes/breakeven/breakeven.json"
       cp "$RUN/probes/breakeven/breakeven.json" "$OUT/" ;;
+    heavy)
+      [ -e "$HEAVY/config.json" ] || $PY -m tests.gpu.heavy ${SOURCE:-/tmp/gpu/model/target} "$HEAVY" ${HEAVY_SIZE:---layers 170 --intermediate 32768}
+      given="--target.path $HEAVY --drafter.path $RUN/drafter --serve.memory_share 0.42"
+      RUN=$RUN-heavy stage probe probe-heavy 400 $given --redo
+      RUN=$RUN-heavy stage breakeven breakeven-heavy 400 $given --redo
+      figures heavy "$RUN-heavy/probes/given/probe.json"
+      compare "$RUN-heavy/probes/given/probe.json" "$RUN-heavy/probes/breakeven/breakeven.json"
+      cp "$RUN-heavy/probes/given/probe.json" "$OUT/probe-heavy.json"; cp "$RUN-heavy/probes/breakeven/breakeven.json" "$OUT/breakeven-heavy.json" ;;
     exact)
       rm -rf "$RUN/probes/trained"; stage probe probe-float16 400 --redo --serve.dtype float16 --probe.concurrencies '[1]'
       figures float16 "$RUN/probes/trained/probe.json"

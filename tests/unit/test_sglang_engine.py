@@ -199,8 +199,13 @@ def test_a_random_drafter_is_one_that_the_server_can_load(tmp_path: Path) -> Non
     folder = Path(engine._drafter)
     assert check_drafter(folder) == tiny_shape()
     assert flags[flags.index("--speculative-draft-model-path") + 1] == "random"
+    assert "--skip-tokenizer-init" in engine._current.child.log.read_text().splitlines()[0], "its text is nobody's"
     engine.close()
     assert not folder.exists()
+    save_drafter(tiny_drafter(tiny_shape()), tmp_path / "drafter")
+    engine = start(tmp_path, drafter=tmp_path / "drafter")
+    assert "--skip-tokenizer-init" not in engine._current.child.log.read_text().splitlines()[0]
+    engine.close()
 
 
 def test_every_flag_reaches_the_command_line(tmp_path: Path) -> None:
