@@ -73,9 +73,12 @@ def plain_quantise(parts: list[Tensor], kind: torch.dtype, values: bool, turned:
     return small if values else none, small.T.contiguous() if turned else none, scale
 
 
-def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
-    """[M, N] in `dtype`: a [M, K] times b [N, K] transposed."""
-    return _multiply(a, b, dtype)[: a.count, : b.count]
+def product(a: Quantised, b: Quantised, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """[M, N] in `dtype`: a [M, K] times b [N, K] transposed.
+
+    `fast`: Hopper may sum in the fewer bits of its tensor cores, which is usual for outputs and not for gradients.
+    """
+    return _multiply(a, b, dtype, fast)[: a.count, : b.count]
 
 
 def add_product(sum_MN: Tensor, a: Quantised, b: Quantised, empty: bool = False) -> None:
@@ -87,11 +90,11 @@ def add_product(sum_MN: Tensor, a: Quantised, b: Quantised, empty: bool = False)
     sum_MN.copy_(product_MN) if empty else sum_MN.add_(product_MN)
 
 
-def _multiply(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
+def _multiply(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool = False) -> Tensor:
     if not a.values.numel():
         return a.scale.new_zeros(len(a.values), len(b.values), dtype=dtype)
     if a.values.device.type != "cuda":
         wide = torch.promote_types(dtype, torch.float32)
         scaled = [q.values.to(wide) * q.scale.to(wide) for q in (a, b)]
         return (scaled[0] @ scaled[1].T).to(dtype)
-    return torch._scaled_mm(a.values, b.values.T, a.scale, b.scale, out_dtype=dtype)
+    return torch._scaled_mm(a.values, b.values.T, a.scale, b.scale, out_dtype=dtype, use_fast_accum=fast)

@@ -93,7 +93,7 @@ class Matrix:
         """[N, out]: x times the rows of the matrix, transposed; `add` [N, out] is added before rounding."""
         if self._quantised is not None:
             x = fp8.quantise([x_NI], fp8.FORWARD, turned=False)
-            out = fp8.product(x, self._quantised.rows(rows), x_NI.dtype)
+            out = fp8.product(x, self._quantised.rows(rows), x_NI.dtype, fast=True)
             return out if add is None else out.add_(add)
         weight, x = self.value if rows == WHOLE else self.value[rows], padded(x_NI)
         out = x @ weight.T if add is None else torch.addmm(padded(add), x, weight.T)

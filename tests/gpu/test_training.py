@@ -170,14 +170,15 @@ def test_a_step_on_the_gpu_equals_the_cpu(fast: pointwise.Pointwise, latent: boo
 @NEEDS_8_BITS
 def test_eight_bits_on_the_gpu_equal_their_emulation(fast: pointwise.Pointwise) -> None:
     torch.manual_seed(0)
-    a, b = torch.randn(37, 256, dtype=torch.bfloat16), torch.randn(512, 256, dtype=torch.bfloat16)
+    a, b = torch.randn(37, 4096, dtype=torch.bfloat16), torch.randn(512, 4096, dtype=torch.bfloat16)
     for kind in (fp8.FORWARD, fp8.BACKWARD):
         products = []
         for device in (GPU, torch.device("cpu")):
             x, y = fp8.quantise([a.to(device)], kind), fp8.quantise([b.to(device)], fp8.FORWARD)
-            total = torch.ones(256, 256, device=device)
+            total = torch.ones(4096, 4096, device=device)
             fp8.add_product(total, x.transposed(), fp8.quantise([a.to(device)], fp8.FORWARD).transposed())
-            products.append((x.values.float(), fp8.product(x, y, torch.bfloat16), total))
+            both = [fp8.product(x, y, torch.bfloat16, fast=few_bits) for few_bits in (False, True)]
+            products.append((x.values.float(), *both, total))
         for one, other in zip(*products, strict=True):
             assert one.shape == other.shape and relative(one, other) < 1e-2
     step = Step(1)
