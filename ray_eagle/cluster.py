@@ -1,10 +1,8 @@
 """Joining a Ray cluster, waiting for its resources, and facts about where this process runs. Never touches a GPU."""
 
-import importlib.metadata
 import json
 import logging
 import os
-import platform
 import secrets
 import socket
 from collections.abc import Callable, Mapping
@@ -21,7 +19,6 @@ from ray_eagle.errors import ConfigError, InputError, WorkerError, explain
 from ray_eagle.run import Folder
 from ray_eagle.serving import supervisor
 
-PACKAGES = ("ray", "torch", "transformers", "pyarrow", "safetensors", "numpy")
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the driver of a submitted job, and for nothing else
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -211,19 +208,6 @@ def total(resource: str) -> float:
 def live_jobs() -> frozenset[str]:
     """Ids of the jobs of this cluster that have not ended, in hexadecimal, this one included."""
     return frozenset(job["JobID"] for job in ray._private.state.jobs() if not job["IsDead"])
-
-
-def versions() -> dict[str, str]:
-    """Versions of what decides a result, from the installed metadata: nothing is imported."""
-    import ray_eagle
-
-    found = {"python": platform.python_version(), "ray_eagle": ray_eagle.__version__}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "absent"
-    return found
 
 
 def _read(fs: pafs.FileSystem, path: str, name: str) -> str:

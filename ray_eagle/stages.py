@@ -1,4 +1,8 @@
-"""The pipeline: which stage reads what, when one is done, and what `run` decides on the way."""
+"""The pipeline: which stage reads what, when one is done, and what `run` decides on the way.
+
+What works is imported where it is called: torch, transformers and Ray Serve take seconds, and a wrong setting, a stage that is
+done and the arithmetic need none of them.
+"""
 
 import hashlib
 import time
@@ -6,30 +10,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ray_eagle.cluster import connect, versions
 from ray_eagle.config import Config
-from ray_eagle.conversations.generate import generate
 from ray_eagle.conversations.inputs import source_hash
 from ray_eagle.conversations.prompts import prompts_hash
-from ray_eagle.drafter.checkpoint import read_shape
 from ray_eagle.errors import InputError, OriginError
-from ray_eagle.hidden_states.dataset import read_plan, read_records
-from ray_eagle.hidden_states.extract import extract
 from ray_eagle.lock import refuse_if_locked
-from ray_eagle.preflight.checks import run_checks
-from ray_eagle.probing.stage import Breakeven, Probe, breakeven, probe
+from ray_eagle.probing.arithmetic import compute
+from ray_eagle.probing.reports import Breakeven, Probe
 from ray_eagle.progress import Progress
 from ray_eagle.report.model import Report, build_report, to_json
 from ray_eagle.run import CHECKPOINTS, LOGS, Origin, RunFolder, content_hash, differences
 from ray_eagle.settings import absolute_paths
-from ray_eagle.stage import Outcome
-from ray_eagle.target.loading import TargetFacts, fingerprint, read_facts
-from ray_eagle.training.train import train
-from ray_eagle.vocab import vocab
+from ray_eagle.stage import Outcome, versions
+
+if TYPE_CHECKING:
+    from ray_eagle.target.loading import TargetFacts
 
 ORDER = ("preflight", "breakeven", "probe-given", "generate", "extract", "vocab", "train", "probe", "report")
 MACHINE_ONLY = frozenset(
@@ -73,6 +72,9 @@ KINDS = {
     "probe": Kind(("probe", "serve"), ("train",), prompts=True, on_cluster=True),
 }
 
+AT_ONCE = frozenset({"breakeven", "probe-given", "probe"})
+"""They write one file at their end: a result that is redone stays until there is another."""
+
 
 class Pipeline:
     """One run: its settings, its folder, and the target's facts."""
@@ -82,14 +84,18 @@ class Pipeline:
         self._facts: TargetFacts | None = None
 
     @property
-    def facts(self) -> TargetFacts:
+    def facts(self) -> "TargetFacts":
         """Read from the target's files at first use. Raises TargetError."""
         if self._facts is None:
+            from ray_eagle.target.loading import read_facts
+
             self._facts = read_facts(self.config.target)
         return self._facts
 
     def connect(self) -> None:
         """Join the cluster that the settings name."""
+        from ray_eagle.cluster import connect
+
         connect(self.config.ray)
 
     def stage(self, name: str, *, redo: bool = False) -> Outcome | None:
@@ -99,9 +105,10 @@ class Pipeline:
         if name == "report":
             return self._report()
         wanted = self._origin(name)
-        if redo:
+        replacing = redo and name in AT_ONCE and self.run.finished(name) is not None
+        if redo and not replacing:
             self._discard(name)
-        found = self.run.origin(name)
+        found = None if replacing else self.run.origin(name)
         if found and found.key != wanted.key:
             if not self._nothing_made(name):
                 raise OriginError(self._mismatch(name, found, wanted))
@@ -109,10 +116,11 @@ class Pipeline:
         if found and found.finished:
             self.progress.say(f"{name}: done already ({found.finished}, {found.seconds:.0f} s)")
             return None
-        self.run.of(name).create()
-        self.run.write_origin(wanted)
+        if not replacing:
+            self.run.of(name).create()
+            self.run.write_origin(wanted)
         if KINDS[name].on_cluster and not self._arithmetic_only(name) and not self._answered_by_servers(name):
-            connect(self.config.ray)
+            self.connect()
         began = time.monotonic()
         outcome = self._call(name)
         wanted.seconds = round((found.seconds if found else 0.0) + time.monotonic() - began, 2)
@@ -169,18 +177,24 @@ class Pipeline:
         return all(self.run.finished(name) for name in names)
 
     def _call(self, name: str) -> Outcome:
-        call: dict[str, Callable[[], Outcome]] = {
-            "breakeven": lambda: breakeven(
-                self.config, self.run, None if self._arithmetic_only(name) else self.facts, self.progress
-            ),
-            "probe-given": lambda: probe(self.config, self.run, self.facts, self.progress, stage="probe-given"),
-            "generate": lambda: generate(self.config, self.run, self.facts, self.progress),
-            "extract": lambda: extract(self.config, self.run, self.facts, self.progress),
-            "vocab": lambda: vocab(self.config, self.run, self.facts, self.progress),
-            "train": lambda: train(self.config, self.run, self.facts, self.progress),
-            "probe": lambda: probe(self.config, self.run, self.facts, self.progress),
-        }
-        return call[name]()
+        if self._arithmetic_only(name):
+            return compute(self.config, self.run, self.progress)
+        if name in ("breakeven", "probe-given", "probe"):
+            from ray_eagle.probing.stage import breakeven, probe
+
+            if name == "breakeven":
+                return breakeven(self.config, self.run, self.facts, self.progress)
+            return probe(self.config, self.run, self.facts, self.progress, stage=name)
+        work: Callable[[Config, RunFolder, TargetFacts, Progress], Outcome]
+        if name == "generate":
+            from ray_eagle.conversations.generate import generate as work
+        elif name == "extract":
+            from ray_eagle.hidden_states.extract import extract as work
+        elif name == "vocab":
+            from ray_eagle.vocab import vocab as work
+        else:
+            from ray_eagle.training.train import train as work
+        return work(self.config, self.run, self.facts, self.progress)
 
     def _arithmetic_only(self, name: str) -> bool:
         return name == "breakeven" and self.config.breakeven.baseline_tps is not None
@@ -247,6 +261,8 @@ class Pipeline:
             parts = [part for part in folder.names() if part.startswith("part-")]
             return content_hash([hashlib.blake2b(folder.read_bytes(part)).hexdigest() for part in parts])
         if name == "extract":
+            from ray_eagle.hidden_states.dataset import read_plan, read_records
+
             return content_hash([record.checksum for record in read_records(folder, read_plan(folder)).values()])
         files = {"vocab": ["vocab.safetensors"], "train": ["config.json", "model.safetensors"]}.get(name, [])
         return content_hash([hashlib.blake2b(folder.read_bytes(file)).hexdigest() for file in files]) if files else ""
@@ -267,13 +283,15 @@ class Pipeline:
 
     def _preflight(self) -> Outcome:
         """Check everything that can be checked now. Raises InputError that names each error with its way out."""
-        connect(self.config.ray)
+        from ray_eagle.preflight.checks import run_checks
+
+        self.connect()
         began = time.monotonic()
         report = run_checks(self.config, self.run, connected=True)
         folder = self.run.of("preflight")
         folder.write_json("preflight.json", report.model_dump(mode="json"))
         for finding in report.findings:
-            if finding.level != "ok" or finding.check == "cost":
+            if finding.level == "warning" or (finding.level == "ok" and finding.check == "cost"):  # errors are raised
                 level = "" if finding.level == "ok" else f"{finding.level}: "
                 self.progress.say(f"preflight: {level}{finding.check}: {finding.message} {finding.fix}".rstrip())
         self.run.write_origin(
@@ -325,6 +343,9 @@ def _short(target: dict[str, str]) -> str:
 
 def _drafter_hash(path: str) -> str:
     """Hash of the drafter's config and the head of its weights."""
+    from ray_eagle.drafter.checkpoint import read_shape
+    from ray_eagle.target.loading import fingerprint
+
     folder = Path(path).expanduser()
     read_shape(folder)  # a missing folder or config is explained here
     return content_hash(fingerprint(folder))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from ray_eagle import cluster
+from ray_eagle import cluster, stage
 from ray_eagle.config import Config
 from ray_eagle.conversations.inputs import count_rows
 from ray_eagle.errors import EagleError
@@ -96,7 +96,7 @@ class _Checks:
         asked, stages = machine.gpu_demand(self.config)
         serve, here = (
             self.config.serve,
-            any(stage != "serve" or self.config.serve.engine == "reference" for stage in stages),
+            any(each != "serve" or self.config.serve.engine == "reference" for each in stages),
         )
         if self.connected:
             answers = cluster.on_every_node(look, cluster.live_jobs(), serve, here, timeout_s=LOOK_S)
@@ -116,7 +116,7 @@ class _Checks:
             found = {gpu.reading.capability: gpu.reading.name for gpu in node.gpus.gpus}
             for facts in node.kernels:
                 findings += check_kernels(f"{name}: " if name else "", facts, found, node.gpus.driver.cuda)
-        versions = {"": cluster.versions()} | {name: node.versions for name, node in nodes.items()}
+        versions = {"": stage.versions()} | {name: node.versions for name, node in nodes.items()}
         free = {name or "here": node.free_bytes for name, node in nodes.items()}
         return findings + machine.check_nodes(free, versions, self.config.preflight.min_free_gib)
 

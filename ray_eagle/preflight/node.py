@@ -4,7 +4,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 
-from ray_eagle import cluster
+from ray_eagle import stage
 from ray_eagle.config import ServeConfig
 from ray_eagle.preflight.gpus import NodeGpus, inspect
 from ray_eagle.preflight.kernels import ASK_S, KernelFacts, kernel_facts
@@ -37,7 +37,7 @@ def look(live_jobs: frozenset[str], serve: ServeConfig, stages: bool) -> NodeFac
         asked.append((serve.python or sys.executable, child_environment(serve)))
     return NodeFacts(
         gpus=gpus,
-        versions=cluster.versions(),
+        versions=stage.versions(),
         free_bytes=shutil.disk_usage(TEMPORARY).free,
         kernels=tuple(kernel_facts(name, environment) for name, environment in asked) if gpus.gpus else (),
     )

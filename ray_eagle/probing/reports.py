@@ -160,6 +160,31 @@ class BreakevenReport(Report):
     notes: list[str] = []
 
 
+class Breakeven(BaseModel):
+    """probes/breakeven/breakeven.json."""
+
+    measured: BreakevenReport | None = None
+    arithmetic: float | None = None
+    """R from a given baseline and cycle time; nothing was served."""
+
+    def needed(self, steps: int, concurrency: int | None = None) -> float | None:
+        """R of a chain of so many draft steps, if it is known; at the first measured concurrency unless one is named."""
+        if self.measured:
+            rows = [row for row in self.measured.rows if row.steps == steps and row.topk == 1]
+            return next((row.needed for row in rows if concurrency in (None, row.concurrency)), None)
+        return self.arithmetic
+
+
+class Probe(BaseModel):
+    """probes/{given,trained}/probe.json."""
+
+    served: ProbeReport
+    predicted: Acceptance | None
+    """The walk over captured held-out states; None where there are none."""
+    near_duplicates: int
+    """Prompts left out because they are close to a training prompt."""
+
+
 def build_report(
     prompts: Sequence[ProbePrompt],
     replies: Sequence[GenerateReply],

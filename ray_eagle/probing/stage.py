@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
 
 from ray_eagle.config import Config, SpeculationConfig
 from ray_eagle.conversations.prompts import Prompt, ShingleIndex, load_prompts, read_prompts, shingles
@@ -17,9 +16,8 @@ from ray_eagle.drafter.start import new_shape
 from ray_eagle.errors import InputError, OriginError
 from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.probing.acceptance import Acceptance, acceptance
-from ray_eagle.probing.breakeven import break_even_from_rates
 from ray_eagle.probing.predict import predict
-from ray_eagle.probing.reports import BreakevenReport, ProbePrompt, ProbeReport
+from ray_eagle.probing.reports import Breakeven, Probe, ProbePrompt
 from ray_eagle.probing.sweep import breakeven_with, needed_sentence, probe_with
 from ray_eagle.progress import Progress
 from ray_eagle.run import Folder, RunFolder
@@ -30,78 +28,44 @@ from ray_eagle.stage import Outcome
 from ray_eagle.target.loading import TargetFacts, head_and_embedding, load_tokenizer
 
 
-class Breakeven(BaseModel):
-    """probes/breakeven/breakeven.json."""
-
-    measured: BreakevenReport | None = None
-    arithmetic: float | None = None
-    """R from a given baseline and cycle time; nothing was served."""
-
-    def needed(self, steps: int, concurrency: int | None = None) -> float | None:
-        """R of a chain of so many draft steps, if it is known; at the first measured concurrency unless one is named."""
-        if self.measured:
-            rows = [row for row in self.measured.rows if row.steps == steps and row.topk == 1]
-            return next((row.needed for row in rows if concurrency in (None, row.concurrency)), None)
-        return self.arithmetic
-
-
-class Probe(BaseModel):
-    """probes/{given,trained}/probe.json."""
-
-    served: ProbeReport
-    predicted: Acceptance | None
-    """The walk over captured held-out states; None where there are none."""
-    near_duplicates: int
-    """Prompts left out because they are close to a training prompt."""
-
-
-def breakeven(config: Config, run: RunFolder, facts: TargetFacts | None, progress: Progress) -> Outcome:
-    """Measure R with a random drafter of the right shape, or do the arithmetic for given rates. Writes breakeven.json."""
+def breakeven(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress) -> Outcome:
+    """Measure R with a random drafter of the right shape. Writes breakeven.json."""
     settings = config.breakeven
-    if settings.baseline_tps and settings.cycle_ms:
-        result = Breakeven(arithmetic=break_even_from_rates(settings.baseline_tps, settings.cycle_ms))
-        progress.say(
-            f"breakeven: {settings.baseline_tps:g} tok/s plain and {settings.cycle_ms:g} ms a cycle: a drafter must reach "
-            f"an acceptance length of {result.arithmetic:.2f}"
+    prompts, _ = probe_prompts(config, facts)
+    given = config.drafter.path
+    shape = read_shape(Path(given)) if given else new_shape(config.drafter, facts, config.vocab.size)
+    progress.say("breakeven: serving the target with a random drafter")
+    sweep = [Speculation(steps=steps) for steps in settings.steps] + _sweep(settings.sweep)
+    yields = settings.acceptance_length
+    if yields > 1 and config.serve.engine == "sglang":
+        sweep = [
+            Speculation(**{**dict(each), "simulated": min(yields, each.steps + 1, each.draft_tokens)}) for each in sweep
+        ]
+    with deployed(config, random_shape=shape, starting=sweep[0] if sweep else None) as client:
+        chosen = prompts[: max(settings.prompts, *(2 * c for c in settings.concurrencies if c > 1), 1)]
+        report = breakeven_with(
+            client,
+            chosen,
+            engine=config.serve.engine,
+            settings=sweep,
+            concurrencies=settings.concurrencies,
+            max_new_tokens=settings.max_new_tokens,
+            seed=config.seed,
+            progress=_following(progress, "breakeven"),
         )
-    else:
-        assert facts is not None
-        prompts, _ = probe_prompts(config, facts)
-        given = config.drafter.path
-        shape = read_shape(Path(given)) if given else new_shape(config.drafter, facts, config.vocab.size)
-        progress.say("breakeven: serving the target with a random drafter")
-        sweep = [Speculation(steps=steps) for steps in settings.steps] + _sweep(settings.sweep)
-        yields = settings.acceptance_length
-        if yields > 1 and config.serve.engine == "sglang":
-            sweep = [
-                Speculation(**{**dict(each), "simulated": min(yields, each.steps + 1, each.draft_tokens)})
-                for each in sweep
-            ]
-        with deployed(config, random_shape=shape, starting=sweep[0] if sweep else None) as client:
-            chosen = prompts[: max(settings.prompts, *(2 * c for c in settings.concurrencies if c > 1), 1)]
-            report = breakeven_with(
-                client,
-                chosen,
-                engine=config.serve.engine,
-                settings=sweep,
-                concurrencies=settings.concurrencies,
-                max_new_tokens=settings.max_new_tokens,
-                seed=config.seed,
-                progress=_following(progress, "breakeven"),
-            )
-        result = Breakeven(measured=report)
-        for row in report.rows:
-            name = Speculation(steps=row.steps, topk=row.topk, draft_tokens=row.draft_tokens or 0).name
-            low, high = row.speed.break_even_interval
-            progress.say(
-                f"breakeven: with {name.replace(' steps', ' draft steps')} at concurrency {row.concurrency} a drafter must "
-                f"reach {row.needed:.2f} [{low:.2f}, {high:.2f}] of at most {row.steps + 1}"
-            )
-        for steps in dict.fromkeys(row.steps for row in report.rows if row.topk == 1):
-            if len(settings.concurrencies) > 1:
-                progress.say(f"breakeven: {needed_sentence(report, steps)}")
-        for note in report.notes:
-            progress.say(f"breakeven: {note}")
+    result = Breakeven(measured=report)
+    for row in report.rows:
+        name = Speculation(steps=row.steps, topk=row.topk, draft_tokens=row.draft_tokens or 0).name
+        low, high = row.speed.break_even_interval
+        progress.say(
+            f"breakeven: with {name.replace(' steps', ' draft steps')} at concurrency {row.concurrency} a drafter must "
+            f"reach {row.needed:.2f} [{low:.2f}, {high:.2f}] of at most {row.steps + 1}"
+        )
+    for steps in dict.fromkeys(row.steps for row in report.rows if row.topk == 1):
+        if len(settings.concurrencies) > 1:
+            progress.say(f"breakeven: {needed_sentence(report, steps)}")
+    for note in report.notes:
+        progress.say(f"breakeven: {note}")
     run.of("breakeven").write_json("breakeven.json", result.model_dump())
     return Outcome(facts=result.model_dump())
 

@@ -4,13 +4,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from ray_eagle.cluster import versions
 from ray_eagle.config import Config
 from ray_eagle.errors import OriginError
 from ray_eagle.probing.breakeven import can_pay
-from ray_eagle.probing.reports import SweepRow
-from ray_eagle.probing.stage import Breakeven, Probe
+from ray_eagle.probing.reports import Breakeven, Probe, SweepRow
 from ray_eagle.run import CHECKPOINTS, FOLDERS, RunFolder
+from ray_eagle.stage import versions
 
 Verdict = Literal["serve", "fine-tune", "not-worth-it", "broken"]
 

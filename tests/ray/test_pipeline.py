@@ -15,7 +15,7 @@ import yaml
 from ray_eagle.drafter.checkpoint import load_drafter
 from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.probing.predict import predict
-from ray_eagle.probing.stage import Breakeven, Probe
+from ray_eagle.probing.reports import Breakeven, Probe
 from ray_eagle.report.model import Report, build_report
 from ray_eagle.run import RunFolder
 from ray_eagle.stages import Pipeline

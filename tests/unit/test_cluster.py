@@ -26,6 +26,7 @@ from ray_eagle.preflight.processes import RayFacts, scan, standing
 from ray_eagle.run import Folder
 from ray_eagle.serving import supervisor
 from ray_eagle.settings import absolute_paths, load_config
+from ray_eagle.stage import versions
 
 ROOT = Path(__file__).parents[2]
 CONNECT = "import ray_eagle.cluster as c; from ray_eagle.config import RayConfig; c.connect(RayConfig(address={!r}))"
@@ -40,7 +41,7 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_versions_names_every_library_that_decides_a_result() -> None:
-    found = cl.versions()
+    found = versions()
     assert set(found) == {"python", "ray_eagle", "ray", "torch", "transformers", "pyarrow", "safetensors", "numpy"}
     assert found["ray"] == ray.__version__
     assert "absent" not in found.values()
@@ -48,7 +49,7 @@ def test_versions_names_every_library_that_decides_a_result() -> None:
 
 def test_versions_and_in_job_import_no_torch() -> None:
     done = run_python(
-        "import sys; from ray_eagle.cluster import *; versions(); in_job(); print('torch' in sys.modules)"
+        "import sys; from ray_eagle.cluster import in_job; from ray_eagle.stage import versions; versions(); in_job(); print('torch' in sys.modules)"
     )
     assert done.stdout.strip() == "False", done.stderr
 

@@ -13,9 +13,8 @@ from ray_eagle.config import Config
 from ray_eagle.errors import OriginError
 from ray_eagle.probing.acceptance import acceptance
 from ray_eagle.probing.breakeven import can_pay
-from ray_eagle.probing.reports import BreakevenReport, BreakevenRow, ProbeReport
+from ray_eagle.probing.reports import Breakeven, BreakevenReport, BreakevenRow, Probe, ProbeReport
 from ray_eagle.probing.speed import Timing, pool
-from ray_eagle.probing.stage import Breakeven, Probe
 from ray_eagle.probing.verdict import verdict
 from ray_eagle.progress import Silent
 from ray_eagle.report.model import Report, build_report, to_json
