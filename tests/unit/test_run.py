@@ -381,7 +381,17 @@ def test_arithmetic_needs_no_target_and_no_cluster(tmp_path: Path) -> None:
     other = Pipeline(Config.model_validate({"breakeven": settings | {"cycle_ms": 40.0}}), run, Said())
     with pytest.raises(OriginError, match=r"settings\.cycle_ms: 30\.0 -> 40\.0"):
         other.stage("breakeven")
+    kept = run.finished("breakeven"), run.of("breakeven").read_json("breakeven.json")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))  # as a full disk
+    try:
+        with pytest.raises(OSError, match="too large"):
+            other.stage("breakeven", redo=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (run.finished("breakeven"), run.of("breakeven").read_json("breakeven.json")) == kept, "until there is another"
     assert other.stage("breakeven", redo=True) is not None
+    assert run.finished("breakeven") != kept[0]
 
 
 def test_every_stage_but_the_two_views_has_an_origin() -> None:
