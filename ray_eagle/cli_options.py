@@ -1,5 +1,6 @@
 """Options that several commands share, and how they end when something is wrong."""
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ray_eagle.config import Config, Section
-from ray_eagle.errors import ConfigError, EagleError
+from ray_eagle.errors import ConfigError, EagleError, explain
 
 ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
 ConfigFile = Annotated[str | None, typer.Option("-c", "--config", help="YAML file with settings.")]
@@ -35,7 +36,7 @@ def settings_help(sections: tuple[str, ...]) -> str:
 
 @contextmanager
 def explained(debug: bool) -> Iterator[None]:
-    """Turn our errors into one message and an exit code; a traceback only with --debug."""
+    """Turn our errors and the system's into one message and an exit code; a traceback only with --debug."""
     try:
         yield
     except EagleError as error:
@@ -43,6 +44,22 @@ def explained(debug: bool) -> Iterator[None]:
             raise
         sys.stderr.write(f"error: {error}\n")
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+    except OSError as error:
+        if debug or error.errno == errno.EPIPE:  # whoever read our output has gone: typer ends quietly
+            raise
+        sys.stderr.write(f"error: {_refused(error)}\n")
+        raise typer.Exit(1) from None
     except KeyboardInterrupt:
         sys.stderr.write("stopped: what was committed is kept, and the same command goes on from there\n")
         raise typer.Exit(130) from None
+
+
+def _refused(error: OSError) -> str:
+    """What the system would not do, on one line. Only some errors know the path apart from their text."""
+    return explain(
+        "reading or writing failed",
+        where=type(error).__name__ if error.filename is None else error.filename,
+        expected="a place that can be read and written",
+        found=" ".join(str(error).split()) if error.filename is None else error.strerror,
+        fix="Make room or allow it there, or name another place; --debug shows where it happened.",
+    )

@@ -1,0 +1,70 @@
+"""The command line as a user meets it: what it says when something is in the way, and what it prints."""
+
+import errno
+import re
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from ray_eagle.cli import app
+from ray_eagle.cli_options import explained
+from tests.drafters import tiny_folder
+
+READ_ONLY = Path("/proc/ray_eagle")  # where not even root can make anything
+
+
+def run(*words: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+# --- the filesystem -------------------------------------------------------------------------------------------------
+
+
+def test_a_file_where_the_run_folder_should_be_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "afile"
+    file.touch()
+    for place in (file, file / "run"):
+        code, out, err = run("extract", "--run", place)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"error: run folder: {place}: expected a folder, found a file at {file}. Name another")
+        assert len(err.splitlines()) == 1
+    code, _, err = run("extract", "--run", "nfs://host/run")
+    assert code == 2
+    assert err.startswith("error: no folder: nfs://host/run: expected the URI of a folder, found Unrecognized")
+
+
+def test_a_drafter_goes_nowhere_and_the_place_is_named(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "drafter")
+    (tmp_path / "afile").touch()
+    for place, why in ((tmp_path / "afile" / "x", "Not a directory"), (READ_ONLY, "No such file or directory")):
+        code, out, err = run("drafter", "convert", folder, place)
+        assert (code, out) == (1, "")
+        assert err.startswith(f"error: reading or writing failed: {place}: expected a place that can be ")
+        assert f", found {why}. " in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/run/a"), "failed: /run/a: expected .* found Permission denied. "),
+        (OSError("GetObject:\n  AccessDenied"), "failed: OSError: expected .* found GetObject: AccessDenied. "),
+    ],
+)  # fmt: skip
+def test_what_the_system_refuses_is_one_line_and_a_traceback_only_when_asked(
+    error: OSError, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as caught, explained(debug=False):
+        raise error
+    assert caught.value.exit_code == 1
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert re.match(f"error: reading or writing {words}", err)
+    with pytest.raises(OSError) as raised, explained(debug=True):
+        raise error
+    assert raised.value is error
+    with pytest.raises(BrokenPipeError), explained(debug=False):  # `ray-eagle report | head`
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
