@@ -235,8 +235,7 @@ def config_show(
             return
         table = Table("setting", "value", "from")
         for key, value, origin in loaded.rows():
-            shown = "(set)" if key == "serve.token" and value else str(value)
-            table.add_row(key, shown, origin, style=None if origin == "default" else "bold")
+            table.add_row(key, str(value), origin, style=None if origin == "default" else "bold")
         console = Console()
         console.print(table) if console.is_terminal else Console(width=200).print(table)
 

@@ -15,6 +15,9 @@ from pydantic import BaseModel, ValidationError
 from ray_eagle.config import PRESETS, Config, Section
 from ray_eagle.errors import ConfigError
 
+SECRET = ("serve.token",)
+HIDDEN = "(set)"
+
 
 @dataclass(frozen=True)
 class LoadedConfig:
@@ -24,10 +27,10 @@ class LoadedConfig:
     origins: dict[str, str]
 
     def rows(self) -> list[tuple[str, Any, str]]:
-        """Every dotted key with its effective value and where that came from."""
-        return [
-            (key, value, self.origins.get(key, "default")) for key, value in flatten(self.config.model_dump()).items()
-        ]
+        """Every dotted key with its effective value and where that came from; of a secret only that it is set."""
+        values = flatten(self.config.model_dump())
+        values |= {key: HIDDEN for key in SECRET if values[key]}
+        return [(key, value, self.origins.get(key, "default")) for key, value in values.items()]
 
 
 def load_config(file: str | None = None, preset: str | None = None, flags: list[str] | None = None) -> LoadedConfig:
