@@ -120,16 +120,46 @@ def absolute_paths(config: Config) -> Config:
     )
 
 
+class _Once(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping: YAML's own loader would drop the first without a word."""
+
+    where = ""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        first: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                name, line = (key.tag, key.value), key.start_mark.line + 1
+                if name in first:
+                    raise ConfigError(
+                        f"{self.where}, line {line}: expected {key.value!r} once, found it in line {first[name]} too. "
+                        "Merge the two, or drop one."
+                    )
+                first[name] = line
+        return node
+
+
+def _load_yaml(text: str, where: str) -> Any:
+    """Raises ConfigError for a key that stands twice, YAMLError for what is not YAML."""
+    loader = _Once(text)
+    loader.where = where
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
 def _scalar(name: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text) if text else text
+        return _load_yaml(text, f"command line: {name}") if text else text
     except yaml.YAMLError as error:
         raise ConfigError(f"command line: {name}: not a YAML value: {text!r} ({error}). Quote it.") from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = _load_yaml(path.read_text(encoding="utf-8"), f"config file {path}")
     except OSError as error:
         raise ConfigError(
             f"config file {path}: cannot be read ({error.strerror}). Name an existing YAML file."

@@ -316,6 +316,28 @@ def test_broken_file_is_named(tmp_path: Path, content: bytes, part: str) -> None
     assert part in message
 
 
+@pytest.mark.parametrize(
+    ("text", "key", "lines"),
+    [
+        ("train: {lr: 1}\nseed: 2\ntrain: {epochs: 3}\n", "train", (1, 3)),
+        ("train:\n  lr: 1\n  'lr': 2\n", "lr", (2, 3)),
+        ("serve: {env: {A: x, B: y, A: z}}\n", "A", (1, 1)),
+        ("probe:\n  sweep:\n  - steps: 1\n    steps: 2\n", "steps", (3, 4)),
+    ],
+)
+def test_a_key_said_twice_is_named_with_both_lines(tmp_path: Path, text: str, key: str, lines: tuple[int, int]) -> None:
+    file = write(tmp_path / "run.yaml", text)
+    expected = f"config file {file}, line {lines[1]}: expected '{key}' once, found it in line {lines[0]} too. "
+    assert refusal(file=file).startswith(expected)
+
+
+def test_only_keys_of_one_mapping_meet(tmp_path: Path) -> None:
+    text = "generate: &a {actors: 2, cpus: 3}\nextract: {<<: *a, cpus: 4}\nserve: {env: {actors: x}}\n"
+    config = load_config(write(tmp_path / "run.yaml", text)).config
+    assert (config.extract.actors, config.extract.cpus, config.generate.cpus) == (2, 4, 3)
+    assert "command line: serve.env, line 1: expected 'A' once" in refusal(flags=["--serve.env", "{A: x, A: y}"])
+
+
 def test_missing_file_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "no.yaml", tmp_path):
         assert refusal(file=str(path)).startswith(f"config file {path}: cannot be read")
