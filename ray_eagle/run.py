@@ -286,4 +286,5 @@ def differences(old: Origin, new: Origin) -> list[str]:
 
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
-    return {key: list(v) if isinstance(v, tuple) else v for key, v in flatten(tree).items()}
+    """Without empty dicts: a first entry is the difference, not that there was none."""
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in flatten(tree).items() if v != {}}

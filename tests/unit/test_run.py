@@ -173,6 +173,8 @@ def test_the_key_depends_on_all_that_decides_the_content_and_on_nothing_else() -
     for change in others[1:]:
         assert len(differences(origin, origin.model_copy(update=change))) == (2 if "generate" in str(change) else 1)
     assert differences(origin, origin.model_copy(update=others[1])) == ["settings.a.b: 1 -> 2"]
+    none, one = (origin.model_copy(update={"settings": {"env": env}}) for env in ({}, {"A": "x"}))
+    assert differences(none, one) == ["settings.env.A: 'absent' -> 'x'"]
     code = f"from ray_eagle.run import Origin; print(Origin(**{origin.model_dump()!r}).key)"
     elsewhere = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert elsewhere.strip() == origin.key

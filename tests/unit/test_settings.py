@@ -104,6 +104,14 @@ def test_nothing_given_is_all_defaults() -> None:
     assert {where for _, _, where in loaded.rows()} == {"default"}
 
 
+def test_an_empty_group_of_free_names_is_listed_too(tmp_path: Path) -> None:
+    assert ("serve.env", {}, "default") in load_config().rows()
+    file = write(tmp_path / "run.yaml", "serve: {env: {}}\n")
+    assert ("serve.env", {}, file) in load_config(file).rows()
+    rows = load_config(file, flags=["--serve.env.A", "x"]).rows()
+    assert [row for row in rows if row[0].startswith("serve.env")] == [("serve.env.A", "x", "flag")]
+
+
 def test_effective_settings_written_to_a_file_load_to_the_same(tmp_path: Path) -> None:
     config = load_config(preset=FOUNDING, flags=["--serve.token", '"1e5"', "--ray.address", "auto"]).config
     file = write(tmp_path / "again.yaml", yaml.safe_dump(config.model_dump(mode="json")))
