@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ray_eagle.cli_drafter import drafter_app
@@ -24,7 +25,7 @@ from ray_eagle.cli_serve import HELP as SERVE_HELP
 from ray_eagle.cli_serve import serve_command
 from ray_eagle.config import Config
 from ray_eagle.errors import ConfigError
-from ray_eagle.settings import LoadedConfig, load_config
+from ray_eagle.settings import LoadedConfig, as_yaml, load_config
 
 HELP = {
     "preflight": "Is everything there, compatible and free? What will it cost?",
@@ -235,7 +236,7 @@ def config_show(
             return
         table = Table("setting", "value", "from")
         for key, value, origin in loaded.rows():
-            table.add_row(key, str(value), origin, style=None if origin == "default" else "bold")
+            table.add_row(key, escape(as_yaml(value)), escape(origin), style=None if origin == "default" else "bold")
         console = Console()
         console.print(table) if console.is_terminal else Console(width=200).print(table)
 

@@ -4,12 +4,13 @@ import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
 from ray_eagle.config import Config, Section
 from ray_eagle.errors import ConfigError, EagleError, explain
+from ray_eagle.settings import as_yaml
 
 ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
 ConfigFile = Annotated[str | None, typer.Option("-c", "--config", help="YAML file with settings.")]
@@ -24,14 +25,24 @@ InJob = Annotated[bool, typer.Option("--in-job", hidden=True)]
 
 
 def settings_help(sections: tuple[str, ...]) -> str:
-    """The settings that a stage reads, as flags, each with its default and documentation."""
-    lines = ["Settings (as flags, or in the YAML file; `ray-eagle config show` lists all):\n"]
+    """The settings that a stage reads, as flags, each with its default, its choices and its documentation."""
+    lines = ["Settings and their defaults (as flags, or in the YAML file; `ray-eagle config show` lists all):\n"]
     for section in sections:
         kind: Any = Config.model_fields[section].annotation
         assert issubclass(kind, Section)
         for name, field in kind.model_fields.items():
-            lines.append(f"\b\n--{section}.{name}  [{field.get_default()}]\n    {field.description}\n")
+            choices = " | ".join(_choices(field.annotation))
+            default = as_yaml(field.get_default()) + (f"  ({choices})" if choices else "")
+            described = " ".join((field.description or "").split())
+            lines.append(f"\b\n--{section}.{name} {default}\n    {described}\n")
     return "\n".join(lines) if sections else "Any setting can be given as a flag: --train.lr 1e-3, --run FOLDER.\n"
+
+
+def _choices(kind: Any) -> list[str]:
+    """The words that a setting, or each item of it, takes; empty where it is not bound to some."""
+    if get_origin(kind) is Literal:
+        return [as_yaml(choice) for choice in get_args(kind)]
+    return [choice for part in get_args(kind) for choice in _choices(part)]
 
 
 @contextmanager

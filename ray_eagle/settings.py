@@ -5,12 +5,14 @@ YAML file (`-c run.yaml`), flags (`--train.lr 3e-5`). Unknown keys are refused w
 """
 
 import difflib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_jsonable_python
 
 from ray_eagle.config import PRESETS, Config, Section
 from ray_eagle.errors import ConfigError
@@ -96,6 +98,17 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def as_yaml(value: Any) -> str:
+    """A setting's value on one line, as files and flags take it: JSON, and plain text where it reads back as itself."""
+    plain = to_jsonable_python(value)
+    try:
+        if isinstance(plain, str) and yaml.safe_load(plain) == plain:
+            return plain
+    except yaml.YAMLError:
+        pass
+    return json.dumps(plain, ensure_ascii=False)
 
 
 def absolute_paths(config: Config) -> Config:

@@ -21,6 +21,29 @@ def run(*words: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+# --- help -----------------------------------------------------------------------------------------------------------
+
+
+def test_help_shows_what_may_be_typed() -> None:
+    out = "".join(run(stage, "--help")[1] for stage in ("breakeven", "generate", "train"))
+    for line in (
+        "--breakeven.steps [1, 2, 3, 4]",
+        "--drafter.path null",
+        "--generate.urls []",
+        '--generate.reasoning_marks ["<think>\\n", "\\n</think>\\n\\n"]',
+        "--generate.answers regenerate  (regenerate | keep)",
+        "--train.use_gpu false",
+    ):
+        assert f"  {line}\n      " in out
+    for words in ("(1, 2", "None", "()", "False", "'<think>"):
+        assert words not in out
+    _, _, settings = run("serve", "--help")[1].partition("lists all):")
+    lines = [line for line in settings.splitlines() if line]
+    assert len(lines) > 60
+    for name, described in zip(lines[::2], lines[1::2], strict=True):  # one line each, whatever its docstring's breaks
+        assert name.startswith("  --") and described.startswith("      ") and described[6] != " "
+
+
 # --- the filesystem -------------------------------------------------------------------------------------------------
 
 

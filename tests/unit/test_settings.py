@@ -10,7 +10,7 @@ import yaml
 
 from ray_eagle.config import Config
 from ray_eagle.errors import ConfigError
-from ray_eagle.settings import LoadedConfig, flatten, load_config, parse_flags
+from ray_eagle.settings import LoadedConfig, as_yaml, flatten, load_config, parse_flags
 
 FOUNDING = "kimi-k2.5"
 
@@ -183,6 +183,42 @@ def test_a_given_drafter_below_home_is_found_by_whoever_opens_it(monkeypatch: py
     monkeypatch.setenv("HOME", "/home/x")
     for given, path in (("~/d", "/home/x/d"), ("/d/~e", "/d/~e"), ("s3://b/d", "s3://b/d"), ("d", "d")):
         assert load_config(flags=["--drafter.path", given]).config.drafter.path == path
+
+
+ODD = (
+    "",
+    " ",
+    "null",
+    "true",
+    "1",
+    "3e5",
+    "a b",
+    "a: b",
+    "- x",
+    "[x",
+    "#",
+    "a #b",
+    "~",
+    "~/x",
+    "\n<t>\n",
+    "\u2028",
+    "ü",
+    "{}",
+    "@",
+)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_value_as_shown_is_taken_as_it_was(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    env, args = {f"N{i}": rng.choice(ODD) for i in range(9)}, rng.choices(ODD, k=9)
+    flags = ["--serve.env", json.dumps(env), "--serve.args", json.dumps(args)]
+    config = load_config(preset=FOUNDING, flags=flags).config
+    rows = LoadedConfig(config, {}).rows()
+    assert load_config(flags=[f"--{key}={as_yaml(value)}" for key, value, _ in rows]).config == config
+    lines = [f"{k}: {as_yaml(v)}\n" for k, v in env.items()]
+    (tmp_path / "run.yaml").write_text("serve:\n env:\n" + "".join(f"  {line}" for line in lines), encoding="utf-8")
+    assert load_config(str(tmp_path / "run.yaml")).config.serve.env == env
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
