@@ -178,9 +178,16 @@ def verify_command(
         from ray_eagle.run import Folder
 
         progress = _progress()
-        progress.start("verify", 0, "units")
-        faults = verify(Folder.at(folder), lambda done, total: progress.say(f"verify: unit {done} of {total}"))
-        progress.close()
+
+        def seen(done: int, total: int) -> None:
+            if done == 1:
+                progress.start("verify", total, "units")
+            progress.advance(1)
+
+        try:
+            faults = verify(Folder.at(folder), seen)
+        finally:
+            progress.close()
         messages = [fault.message for fault in faults]
         if json_output:
             print(json.dumps({"folder": folder, "faults": messages}))

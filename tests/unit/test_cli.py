@@ -10,7 +10,10 @@ from typer.testing import CliRunner
 
 from ray_eagle.cli import app
 from ray_eagle.cli_options import explained
+from ray_eagle.hidden_states.dataset import read_plan
+from ray_eagle.run import Folder
 from tests.drafters import tiny_folder
+from tests.unit.test_vocab import random_rows, write_dataset
 
 READ_ONLY = Path("/proc/ray_eagle")  # where not even root can make anything
 
@@ -42,6 +45,19 @@ def test_help_shows_what_may_be_typed() -> None:
     assert len(lines) > 60
     for name, described in zip(lines[::2], lines[1::2], strict=True):  # one line each, whatever its docstring's breaks
         assert name.startswith("  --") and described.startswith("      ") and described[6] != " "
+
+
+# --- verify ---------------------------------------------------------------------------------------------------------
+
+
+def test_verify_says_a_line_in_a_while_not_one_a_unit(tmp_path: Path) -> None:
+    write_dataset(Folder.at(tmp_path), random_rows(1, list(range(60, 90))))
+    units = len(read_plan(Folder.at(tmp_path)).units)
+    assert units > 3
+    code, out, err = run("verify", tmp_path)
+    assert (code, out) == (0, f"{tmp_path}: everything is as it was written\n")
+    assert err.startswith(f"verify: {units} of {units} units, ")
+    assert len(err.splitlines()) == 1
 
 
 # --- the filesystem -------------------------------------------------------------------------------------------------
