@@ -1,7 +1,7 @@
 """`ray-eagle conversations show|stats`: look at what a run learns from. Parses and prints; no logic."""
 
-import itertools
 import json
+from collections import Counter
 
 from rich.console import Console
 from rich.table import Table
@@ -24,16 +24,19 @@ def print_conversations(
 ) -> None:
     """Samples with supervised tokens coloured (in braces where there is no colour). Raises InputError without any."""
     folder = RunFolder.open(config.run).of("generate")
-    chosen = (
-        c for c in read_conversations(folder) if (not only or c.source_id == only) and (not split or c.split == split)
-    )
-    shown = list(itertools.islice(chosen, number))
+    shown: list[Conversation] = []
+    others: Counter[str] = Counter()
+    for conversation in read_conversations(folder):
+        if only in (None, conversation.source_id) and split in (None, conversation.split):
+            shown.append(conversation)
+        else:
+            others[conversation.split] += 1
+        if len(shown) == number:
+            break
     if not shown:
-        asked = f" with id {only!r}" if only else f" in split {split!r}" if split else ""
-        raise InputError(f"{folder.path}: expected conversations{asked}, found none. Run `ray-eagle generate` first.")
+        raise InputError(_nothing(folder.path, only, split, others))
     if json_output:
-        for conversation in shown:
-            print(json.dumps(conversation.to_row(), ensure_ascii=False))
+        print(json.dumps({"conversations": [conversation.to_row() for conversation in shown]}, ensure_ascii=False))
         return
     tokenizer = load_tokenizer(read_facts(config.target), config.target)
     for conversation in shown:
@@ -46,6 +49,15 @@ def print_conversations(
             text.append(shown_text, style=f"{style} {SPECIAL}" if piece.special else style)
         console.print(text, soft_wrap=True)
         console.print()
+
+
+def _nothing(path: str, only: str | None, split: str | None, others: Counter[str]) -> str:
+    if not others:
+        return f"{path}: expected conversations, found none. Run `ray-eagle generate` first."
+    asked = (f" with id {only!r}" if only else "") + (f" in split {split!r}" if split else "")
+    found = ", ".join(f"{name} {count:,}" for name, count in sorted(others.items()))
+    fix = "Without --id and --split the first ones are shown, with their ids."
+    return f"{path}: expected conversations{asked}, found others alone (splits: {found}). {fix}"
 
 
 def _title(c: Conversation) -> str:

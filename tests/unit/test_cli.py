@@ -1,6 +1,7 @@
 """The command line as a user meets it: what it says when something is in the way, and what it prints."""
 
 import errno
+import json
 import re
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from typer.testing import CliRunner
 
 from ray_eagle.cli import app
 from ray_eagle.cli_options import explained
+from ray_eagle.conversations.conversation import Conversation, part_name
 from ray_eagle.hidden_states.dataset import read_plan
-from ray_eagle.run import Folder
+from ray_eagle.run import Folder, RunFolder
 from tests.drafters import tiny_folder
 from tests.unit.test_vocab import random_rows, write_dataset
 
@@ -58,6 +60,53 @@ def test_verify_says_a_line_in_a_while_not_one_a_unit(tmp_path: Path) -> None:
     assert (code, out) == (0, f"{tmp_path}: everything is as it was written\n")
     assert err.startswith(f"verify: {units} of {units} units, ")
     assert len(err.splitlines()) == 1
+
+
+# --- conversations --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    """A run folder with five conversations, two of them for validation."""
+    rows = [Conversation(f"c{i}", "chat", "validation" if i > 2 else "train", [], [1, 2], [[1, 2]], ["stop"]).to_row()
+            for i in range(5)]  # fmt: skip
+    folder = RunFolder.open(str(tmp_path)).of("generate")
+    folder.write_jsonl(part_name(0), rows[:2])
+    folder.write_jsonl(part_name(1), rows[2:])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "ids"),
+    [
+        ([], ["c0", "c1", "c2"]),
+        (["-n", 1], ["c0"]),
+        (["-n", 9], ["c0", "c1", "c2", "c3", "c4"]),
+        (["--split", "validation"], ["c3", "c4"]),
+        (["--id", "c4"], ["c4"]),
+    ],
+)
+def test_conversations_as_json_are_one_object(talks: Path, words: list[object], ids: list[str]) -> None:
+    code, out, _ = run("conversations", "show", "--run", talks, "--json", *words)
+    assert code == 0
+    assert [row["source_id"] for row in json.loads(out)["conversations"]] == ids
+
+
+@pytest.mark.parametrize(
+    ("words", "asked", "way_out"),
+    [
+        (["--id", "nope"], " with id 'nope', found others alone (splits: train 3, validation 2). ", "Without --id"),
+        (["--split", "foo"], " in split 'foo', found others alone (splits: train 3, validation 2). ", "Without --id"),
+        (["--id", "c0", "--split", "validation"], " with id 'c0' in split 'validation', found others ", "Without --id"),
+        (["--run", "new"], ", found none. ", "Run `ray-eagle generate` first."),
+    ],
+)
+def test_what_no_conversation_is_says_which_there_are(
+    talks: Path, words: list[object], asked: str, way_out: str
+) -> None:
+    code, out, err = run("conversations", "show", "--run", talks, *words)
+    assert (code, out) == (1, "")
+    assert f"/conversations: expected conversations{asked}" in err and way_out in err
 
 
 # --- the filesystem -------------------------------------------------------------------------------------------------
