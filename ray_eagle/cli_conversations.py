@@ -11,7 +11,7 @@ from ray_eagle.config import Config
 from ray_eagle.conversations.conversation import Conversation, read_conversations
 from ray_eagle.conversations.look import ConversationStats, pieces, stats
 from ray_eagle.errors import InputError
-from ray_eagle.run import RunFolder
+from ray_eagle.run import Folder
 from ray_eagle.target.loading import load_tokenizer, read_facts
 
 SUPERVISED = "bold green"
@@ -20,10 +20,17 @@ SPECIAL = "reverse"
 
 
 def print_conversations(
-    config: Config, console: Console, *, number: int, only: str | None, split: str | None, ids: bool, json_output: bool
+    config: Config,
+    folder: Folder,
+    console: Console,
+    *,
+    number: int,
+    only: str | None,
+    split: str | None,
+    ids: bool,
+    json_output: bool,
 ) -> None:
     """Samples with supervised tokens coloured (in braces where there is no colour). Raises InputError without any."""
-    folder = RunFolder.open(config.run).of("generate")
     shown: list[Conversation] = []
     others: Counter[str] = Counter()
     for conversation in read_conversations(folder):
@@ -66,9 +73,8 @@ def _title(c: Conversation) -> str:
     return f"{c.source_id} ({c.category}, {c.split}, {c.mask}; {', '.join(c.finish_reasons)}): {counted}{note}"
 
 
-def print_stats(config: Config, console: Console, *, json_output: bool) -> None:
-    """Figures over all conversations of the run. Raises InputError without any."""
-    folder = RunFolder.open(config.run).of("generate")
+def print_stats(config: Config, folder: Folder, console: Console, *, json_output: bool) -> None:
+    """Figures over all conversations of the folder. Raises InputError without any."""
     found = stats(read_conversations(folder), config.generate.reasoning_marks)
     if not found.conversations:
         raise InputError(f"{folder.path}: expected conversations, found none. Run `ray-eagle generate` first.")

@@ -2,7 +2,10 @@
 
 import errno
 import json
+import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,39 @@ def run(*words: object) -> tuple[int, str, str]:
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.stdout, result.stderr
+
+
+def python(program: str, *words: str) -> str:
+    """What a fresh interpreter prints at its end: nothing is imported there yet."""
+    ended = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
+    return ended.stdout.strip()
+
+
+# --- what is imported -----------------------------------------------------------------------------------------------
+
+
+def test_wrong_usage_is_told_before_anything_slow_is_imported(tmp_path: Path) -> None:
+    program = (
+        "import json, sys\nfrom typer.testing import CliRunner\nfrom ray_eagle.cli import app\n"
+        "codes = [CliRunner().invoke(app, words).exit_code for words in json.loads(sys.argv[1])]\n"
+        "print(codes, sorted({'torch', 'transformers', 'ray'} & sys.modules.keys()))"
+    )
+    (tmp_path / "afile").touch()
+    commands = [["report"], ["extract"], ["run", "--redo", "train"], ["plan"], ["serve"], ["conversations", "stats"],
+                ["conversations", "show"], ["train", "--run", str(tmp_path / "afile")], ["probe", "--in-job", "--run", "x"]]  # fmt: skip
+    assert python(program, json.dumps(commands)) == f"{[2] * len(commands)} []"
+
+
+@pytest.mark.parametrize(("prompts", "offline"), [("builtin", "1"), ("hub:people/chats", None)])
+def test_libraries_are_quiet_and_ask_the_hub_only_for_its_own_prompts(prompts: str, offline: str | None) -> None:
+    program = (
+        "import os, sys\nfrom ray_eagle.cli import _quiet\nfrom ray_eagle.settings import load_config\n"
+        "os.environ.pop('HF_HUB_OFFLINE', None)\n"
+        "_quiet(load_config(flags=['--generate.prompts', sys.argv[1]]).config)\n"
+        "from transformers.utils.logging import get_verbosity, is_progress_bar_enabled\n"
+        "print(is_progress_bar_enabled(), get_verbosity(), os.environ.get('HF_HUB_OFFLINE'))"
+    )
+    assert python(program, prompts) == f"False {logging.ERROR} {offline}"
 
 
 # --- help -----------------------------------------------------------------------------------------------------------
