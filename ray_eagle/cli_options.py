@@ -67,6 +67,7 @@ def explained(debug: bool) -> Iterator[None]:
 
 def _refused(error: OSError) -> str:
     """What the system would not do, on one line. Only some errors know the path apart from their text."""
+    error = getattr(error, "cause", error)  # of a Ray task: its own text is the worker's traceback
     return explain(
         "reading or writing failed",
         where=type(error).__name__ if error.filename is None else error.filename,

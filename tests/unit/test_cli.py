@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from ray.exceptions import RayTaskError
 from typer.testing import CliRunner
 
 from ray_eagle.cli import app
@@ -171,10 +172,17 @@ def test_a_drafter_goes_nowhere_and_the_place_is_named(tmp_path: Path) -> None:
         assert f", found {why}. " in err and len(err.splitlines()) == 1
 
 
+def in_a_task(error: OSError) -> OSError:
+    """As `ray.get` raises it."""
+    raised: OSError = RayTaskError("read", f"Traceback (most recent call last)\n{error!r}", error).as_instanceof_cause()
+    return raised
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [
         (PermissionError(errno.EACCES, "Permission denied", "/run/a"), "failed: /run/a: expected .* found Permission denied. "),
+        (in_a_task(PermissionError(errno.EACCES, "Denied", "/run/b")), "failed: /run/b: expected .* found Denied. "),
         (OSError("GetObject:\n  AccessDenied"), "failed: OSError: expected .* found GetObject: AccessDenied. "),
     ],
 )  # fmt: skip
