@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ray_eagle.cli_drafter import drafter_app
@@ -24,7 +25,7 @@ from ray_eagle.cli_serve import HELP as SERVE_HELP
 from ray_eagle.cli_serve import serve_command
 from ray_eagle.config import Config
 from ray_eagle.errors import ConfigError
-from ray_eagle.settings import LoadedConfig, load_config
+from ray_eagle.settings import LoadedConfig, as_yaml, load_config
 
 HELP = {
     "preflight": "Is everything there, compatible and free? What will it cost?",
@@ -113,7 +114,7 @@ def preflight_command(
             _submit("preflight", loaded, address, flags + ["--json"] * json_output)
         with _stdout_for_results() as out:
             if flags:
-                _quiet()
+                _quiet(loaded.config)
                 gpus_command(loaded.config, free_gpus, pid or [], yes, json_output, out)
             else:
                 _run_stage("preflight", loaded.config, redo, False, json_output, in_job, out)
@@ -136,11 +137,11 @@ def run_all(
         loaded = load_config(config, preset, list(context.args))
         if address:
             _submit("run", loaded, address, (["--redo", redo] if redo else []) + ["--json"] * json_output)
-        from ray_eagle.stages import ORDER, copy_config
-
-        if redo and redo not in ORDER:
-            raise ConfigError(f"--redo: expected a stage ({', '.join(ORDER)}), found {redo!r}.")
         with _stdout_for_results() as out, _pipeline(loaded.config, in_job) as pipeline:
+            from ray_eagle.stages import ORDER, copy_config
+
+            if redo and redo not in ORDER:
+                raise ConfigError(f"--redo: expected a stage ({', '.join(ORDER)}), found {redo!r}.")
             copy_config(loaded.config, pipeline.run)
             report = pipeline.all(redo=redo)
             _print_report(report, json_output, out)
@@ -177,9 +178,16 @@ def verify_command(
         from ray_eagle.run import Folder
 
         progress = _progress()
-        progress.start("verify", 0, "units")
-        faults = verify(Folder.at(folder), lambda done, total: progress.say(f"verify: unit {done} of {total}"))
-        progress.close()
+
+        def seen(done: int, total: int) -> None:
+            if done == 1:
+                progress.start("verify", total, "units")
+            progress.advance(1)
+
+        try:
+            faults = verify(Folder.at(folder), seen)
+        finally:
+            progress.close()
         messages = [fault.message for fault in faults]
         if json_output:
             print(json.dumps({"folder": folder, "faults": messages}))
@@ -208,10 +216,10 @@ def plan_command(
 ) -> None:
     with _explained(debug):
         loaded = load_config(config, preset, list(context.args)).config
-        from ray_eagle.hidden_states.forecast import forecast
-        from ray_eagle.report.table import render_forecast
-
         with _stdout_for_results() as out, _pipeline(loaded, False) as pipeline:
+            from ray_eagle.hidden_states.forecast import forecast
+            from ray_eagle.report.table import render_forecast
+
             pipeline.connect()
             found = forecast(pipeline.config, pipeline.run, pipeline.facts, pipeline.progress, seconds)
             if json_output:
@@ -235,8 +243,7 @@ def config_show(
             return
         table = Table("setting", "value", "from")
         for key, value, origin in loaded.rows():
-            shown = "(set)" if key == "serve.token" and value else str(value)
-            table.add_row(key, shown, origin, style=None if origin == "default" else "bold")
+            table.add_row(key, escape(as_yaml(value)), escape(origin), style=None if origin == "default" else "bold")
         console = Console()
         console.print(table) if console.is_terminal else Console(width=200).print(table)
 
@@ -259,10 +266,12 @@ def conversations_show(
 ) -> None:
     with _explained(debug):
         loaded = load_config(config, preset, list(context.args)).config
+        folder = _run_folder(loaded).of("generate")
         from ray_eagle.cli_conversations import print_conversations
 
-        _quiet()
-        print_conversations(loaded, Console(), number=number, only=only, split=split, ids=ids, json_output=json_output)
+        print_conversations(
+            loaded, folder, Console(), number=number, only=only, split=split, ids=ids, json_output=json_output
+        )
 
 
 @conversations_app.command(
@@ -279,17 +288,15 @@ def conversations_stats(
 ) -> None:
     with _explained(debug):
         loaded = load_config(config, preset, list(context.args)).config
+        folder = _run_folder(loaded).of("generate")
         from ray_eagle.cli_conversations import print_stats
 
-        _quiet()
-        print_stats(loaded, Console(), json_output=json_output)
+        print_stats(loaded, folder, Console(), json_output=json_output)
 
 
 def _run_stage(
     name: str, config: Config, redo: bool, from_shards: bool, json_output: bool, in_job: bool, out: TextIO
 ) -> None:
-    from ray_eagle.stages import copy_config
-
     with _pipeline(config, in_job) as pipeline:
         if from_shards:
             from ray_eagle.probing.stage import predict_from_shards
@@ -300,6 +307,8 @@ def _run_stage(
             text = json.dumps(found.model_dump(mode="json")) if json_output else prediction_line(found)
             print(text, file=out)
             return
+        from ray_eagle.stages import copy_config
+
         copy_config(config, pipeline.run)
         if name == "probe" and config.drafter.path and not pipeline.run.finished("train"):
             name = "probe-given"
@@ -314,13 +323,20 @@ def _run_stage(
             print(json.dumps({**result, "origin": origin.model_dump(mode="json") if origin else None}), file=out)
 
 
+def _run_folder(config: Config, in_job: bool = False) -> Any:
+    """The run folder, before anything that takes seconds to import: wrong usage is told at once."""
+    from ray_eagle.run import RunFolder
+
+    folder = RunFolder.open(config.run, in_job=in_job)
+    _quiet(config)
+    return folder
+
+
 @contextmanager
 def _pipeline(config: Config, in_job: bool) -> Iterator[Any]:
-    from ray_eagle.run import RunFolder
+    run = _run_folder(config, in_job)
     from ray_eagle.stages import Pipeline
 
-    run = RunFolder.open(config.run, in_job=in_job)
-    _quiet()
     progress = _progress(in_job)
     try:
         yield Pipeline(config, run, progress)
@@ -367,13 +383,12 @@ def _stdout_for_results() -> Iterator[TextIO]:
         os.close(kept)
 
 
-def _quiet() -> None:
-    """Libraries' own bars and greetings are not ours to show."""
+def _quiet(config: Config) -> None:
+    """Libraries' own bars and greetings are not ours to show. They read these variables when they are imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not any(str(source).startswith("hub:") for source in (config.generate.prompts, config.probe.prompts)):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     for name in ("ray.serve", "ray.train", "ray.data", "ray"):
         logging.getLogger(name).setLevel(logging.WARNING)
 

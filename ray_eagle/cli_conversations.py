@@ -1,7 +1,7 @@
 """`ray-eagle conversations show|stats`: look at what a run learns from. Parses and prints; no logic."""
 
-import itertools
 import json
+from collections import Counter
 
 from rich.console import Console
 from rich.table import Table
@@ -11,7 +11,7 @@ from ray_eagle.config import Config
 from ray_eagle.conversations.conversation import Conversation, read_conversations
 from ray_eagle.conversations.look import ConversationStats, pieces, stats
 from ray_eagle.errors import InputError
-from ray_eagle.run import RunFolder
+from ray_eagle.run import Folder
 from ray_eagle.target.loading import load_tokenizer, read_facts
 
 SUPERVISED = "bold green"
@@ -20,20 +20,30 @@ SPECIAL = "reverse"
 
 
 def print_conversations(
-    config: Config, console: Console, *, number: int, only: str | None, split: str | None, ids: bool, json_output: bool
+    config: Config,
+    folder: Folder,
+    console: Console,
+    *,
+    number: int,
+    only: str | None,
+    split: str | None,
+    ids: bool,
+    json_output: bool,
 ) -> None:
     """Samples with supervised tokens coloured (in braces where there is no colour). Raises InputError without any."""
-    folder = RunFolder.open(config.run).of("generate")
-    chosen = (
-        c for c in read_conversations(folder) if (not only or c.source_id == only) and (not split or c.split == split)
-    )
-    shown = list(itertools.islice(chosen, number))
+    shown: list[Conversation] = []
+    others: Counter[str] = Counter()
+    for conversation in read_conversations(folder):
+        if only in (None, conversation.source_id) and split in (None, conversation.split):
+            shown.append(conversation)
+        else:
+            others[conversation.split] += 1
+        if len(shown) == number:
+            break
     if not shown:
-        asked = f" with id {only!r}" if only else f" in split {split!r}" if split else ""
-        raise InputError(f"{folder.path}: expected conversations{asked}, found none. Run `ray-eagle generate` first.")
+        raise InputError(_nothing(folder.path, only, split, others))
     if json_output:
-        for conversation in shown:
-            print(json.dumps(conversation.to_row(), ensure_ascii=False))
+        print(json.dumps({"conversations": [conversation.to_row() for conversation in shown]}, ensure_ascii=False))
         return
     tokenizer = load_tokenizer(read_facts(config.target), config.target)
     for conversation in shown:
@@ -48,15 +58,23 @@ def print_conversations(
         console.print()
 
 
+def _nothing(path: str, only: str | None, split: str | None, others: Counter[str]) -> str:
+    if not others:
+        return f"{path}: expected conversations, found none. Run `ray-eagle generate` first."
+    asked = (f" with id {only!r}" if only else "") + (f" in split {split!r}" if split else "")
+    found = ", ".join(f"{name} {count:,}" for name, count in sorted(others.items()))
+    fix = "Without --id and --split the first ones are shown, with their ids."
+    return f"{path}: expected conversations{asked}, found others alone (splits: {found}). {fix}"
+
+
 def _title(c: Conversation) -> str:
     counted = f"{c.supervised_tokens} of {len(c.input_ids)} tokens supervised"
     note = f" - {c.note}" if c.note else ""
     return f"{c.source_id} ({c.category}, {c.split}, {c.mask}; {', '.join(c.finish_reasons)}): {counted}{note}"
 
 
-def print_stats(config: Config, console: Console, *, json_output: bool) -> None:
-    """Figures over all conversations of the run. Raises InputError without any."""
-    folder = RunFolder.open(config.run).of("generate")
+def print_stats(config: Config, folder: Folder, console: Console, *, json_output: bool) -> None:
+    """Figures over all conversations of the folder. Raises InputError without any."""
     found = stats(read_conversations(folder), config.generate.reasoning_marks)
     if not found.conversations:
         raise InputError(f"{folder.path}: expected conversations, found none. Run `ray-eagle generate` first.")

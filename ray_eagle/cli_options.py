@@ -1,14 +1,16 @@
 """Options that several commands share, and how they end when something is wrong."""
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
 from ray_eagle.config import Config, Section
-from ray_eagle.errors import ConfigError, EagleError
+from ray_eagle.errors import ConfigError, EagleError, explain
+from ray_eagle.settings import as_yaml
 
 ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
 ConfigFile = Annotated[str | None, typer.Option("-c", "--config", help="YAML file with settings.")]
@@ -23,19 +25,29 @@ InJob = Annotated[bool, typer.Option("--in-job", hidden=True)]
 
 
 def settings_help(sections: tuple[str, ...]) -> str:
-    """The settings that a stage reads, as flags, each with its default and documentation."""
-    lines = ["Settings (as flags, or in the YAML file; `ray-eagle config show` lists all):\n"]
+    """The settings that a stage reads, as flags, each with its default, its choices and its documentation."""
+    lines = ["Settings and their defaults (as flags, or in the YAML file; `ray-eagle config show` lists all):\n"]
     for section in sections:
         kind: Any = Config.model_fields[section].annotation
         assert issubclass(kind, Section)
         for name, field in kind.model_fields.items():
-            lines.append(f"\b\n--{section}.{name}  [{field.get_default()}]\n    {field.description}\n")
+            choices = " | ".join(_choices(field.annotation))
+            default = as_yaml(field.get_default()) + (f"  ({choices})" if choices else "")
+            described = " ".join((field.description or "").split())
+            lines.append(f"\b\n--{section}.{name} {default}\n    {described}\n")
     return "\n".join(lines) if sections else "Any setting can be given as a flag: --train.lr 1e-3, --run FOLDER.\n"
+
+
+def _choices(kind: Any) -> list[str]:
+    """The words that a setting, or each item of it, takes; empty where it is not bound to some."""
+    if get_origin(kind) is Literal:
+        return [as_yaml(choice) for choice in get_args(kind)]
+    return [choice for part in get_args(kind) for choice in _choices(part)]
 
 
 @contextmanager
 def explained(debug: bool) -> Iterator[None]:
-    """Turn our errors into one message and an exit code; a traceback only with --debug."""
+    """Turn our errors and the system's into one message and an exit code; a traceback only with --debug."""
     try:
         yield
     except EagleError as error:
@@ -43,6 +55,23 @@ def explained(debug: bool) -> Iterator[None]:
             raise
         sys.stderr.write(f"error: {error}\n")
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+    except OSError as error:
+        if debug or error.errno == errno.EPIPE:  # whoever read our output has gone: typer ends quietly
+            raise
+        sys.stderr.write(f"error: {_refused(error)}\n")
+        raise typer.Exit(1) from None
     except KeyboardInterrupt:
         sys.stderr.write("stopped: what was committed is kept, and the same command goes on from there\n")
         raise typer.Exit(130) from None
+
+
+def _refused(error: OSError) -> str:
+    """What the system would not do, on one line. Only some errors know the path apart from their text."""
+    error = getattr(error, "cause", error)  # of a Ray task: its own text is the worker's traceback
+    return explain(
+        "reading or writing failed",
+        where=type(error).__name__ if error.filename is None else error.filename,
+        expected="a place that can be read and written",
+        found=" ".join(str(error).split()) if error.filename is None else error.strerror,
+        fix="Make room or allow it there, or name another place; --debug shows where it happened.",
+    )

@@ -5,17 +5,20 @@ moment the stage starts; `finished` is set when the stage is done. A stage compa
 nothing stale is ever reused and nothing half-made is ever taken for whole.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import pyarrow as pa
 import pyarrow.fs as pafs
 from pydantic import BaseModel, ValidationError
 
-from ray_eagle.errors import ConfigError, InputError, OriginError
+from ray_eagle.errors import ConfigError, InputError, OriginError, explain
 from ray_eagle.settings import flatten
 
 FOLDERS = {
@@ -79,10 +82,16 @@ class Folder:
 
     @classmethod
     def at(cls, uri: str | os.PathLike[str]) -> "Folder":
-        """From a URI (`s3://bucket/run`) or a local path."""
+        """From a URI (`s3://bucket/run`) or a local path. Raises ConfigError for a URI of no known kind."""
         text = os.fspath(uri)
         if "://" in text:
-            fs, path = pafs.FileSystem.from_uri(text)
+            try:
+                fs, path = pafs.FileSystem.from_uri(text)
+            except pa.ArrowInvalid as error:
+                fix = "Write a path, or a URI that pyarrow reads (s3://, gs://, hdfs://)."
+                raise ConfigError(
+                    explain("no folder", where=text, expected="the URI of a folder", found=error, fix=fix)
+                ) from None
             return cls(fs, path, text)
         return cls(pafs.LocalFileSystem(), str(Path(text).expanduser().absolute()))
 
@@ -106,7 +115,10 @@ class Folder:
         return next(p for p in (Path(self.path), *Path(self.path).parents) if p.exists()) if self.is_local else None
 
     def create(self) -> None:
-        self.fs.create_dir(self.path, recursive=True)
+        if self.is_local:  # pathlib's errors know which path is in the way
+            Path(self.path).mkdir(parents=True, exist_ok=True)
+        else:
+            self.fs.create_dir(self.path, recursive=True)
 
     def exists(self, name: str = "") -> bool:
         path = self.file(name) if name else self.path
@@ -138,15 +150,8 @@ class Folder:
             return
         final = Path(self.file(name))
         final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            with temporary.open("wb") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(final)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(final) as stream:
+            stream.write(data)
 
     def read_json(self, name: str) -> Any:
         """Raises InputError when it is missing or not JSON."""
@@ -182,6 +187,26 @@ class Folder:
         self.fs.delete_file(self.file(name))
 
 
+@contextlib.contextmanager
+def replacing(final: Path) -> Iterator[BinaryIO]:
+    """A file that appears whole at `final` or not at all: a temporary one, synced and renamed. OSErrors name `final`."""
+    temporary = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(final)
+    except BaseException as error:
+        with contextlib.suppress(
+            OSError
+        ):  # where nothing can be written nothing can be deleted: the first error counts
+            temporary.unlink()
+        if isinstance(error, OSError) and error.errno and error.filename in (None, str(temporary)):
+            raise OSError(error.errno, error.strerror, str(final)) from None
+        raise
+
+
 def sync(path: Path) -> None:
     """Have the filesystem keep a file, or the names in a folder, through a crash."""
     handle = os.open(path, os.O_RDONLY)
@@ -206,6 +231,12 @@ class RunFolder(Folder):
                 "resolves it first."
             )
         folder = Folder.at(uri)
+        there = folder.disk()
+        if there and not there.is_dir():
+            fix = "Name another run folder (--run), or move that file away."
+            raise ConfigError(
+                explain("run folder", where=folder.path, expected="a folder", found=f"a file at {there}", fix=fix)
+            )
         return cls(folder.fs, folder.path, folder.uri)
 
     def of(self, stage: str) -> Folder:
@@ -255,4 +286,5 @@ def differences(old: Origin, new: Origin) -> list[str]:
 
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
-    return {key: list(v) if isinstance(v, tuple) else v for key, v in flatten(tree).items()}
+    """Without empty dicts: a first entry is the difference, not that there was none."""
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in flatten(tree).items() if v != {}}

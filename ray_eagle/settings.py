@@ -5,15 +5,20 @@ YAML file (`-c run.yaml`), flags (`--train.lr 3e-5`). Unknown keys are refused w
 """
 
 import difflib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_jsonable_python
 
 from ray_eagle.config import PRESETS, Config, Section
 from ray_eagle.errors import ConfigError
+
+SECRET = ("serve.token",)
+HIDDEN = "(set)"
 
 
 @dataclass(frozen=True)
@@ -24,10 +29,10 @@ class LoadedConfig:
     origins: dict[str, str]
 
     def rows(self) -> list[tuple[str, Any, str]]:
-        """Every dotted key with its effective value and where that came from."""
-        return [
-            (key, value, self.origins.get(key, "default")) for key, value in flatten(self.config.model_dump()).items()
-        ]
+        """Every dotted key with its effective value and where that came from; of a secret only that it is set."""
+        values = flatten(self.config.model_dump())
+        values |= {key: HIDDEN for key in SECRET if values[key]}
+        return [(key, value, self.origins.get(key, "default")) for key, value in values.items()]
 
 
 def load_config(file: str | None = None, preset: str | None = None, flags: list[str] | None = None) -> LoadedConfig:
@@ -85,14 +90,25 @@ def parse_flags(words: list[str]) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as dotted keys."""
+    """Nested dicts as dotted keys; an empty one is a value of its own."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def as_yaml(value: Any) -> str:
+    """A setting's value on one line, as files and flags take it: JSON, and plain text where it reads back as itself."""
+    plain = to_jsonable_python(value)
+    try:
+        if isinstance(plain, str) and yaml.safe_load(plain) == plain:
+            return plain
+    except yaml.YAMLError:
+        pass
+    return json.dumps(plain, ensure_ascii=False)
 
 
 def absolute_paths(config: Config) -> Config:
@@ -117,16 +133,46 @@ def absolute_paths(config: Config) -> Config:
     )
 
 
+class _Once(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping: YAML's own loader would drop the first without a word."""
+
+    where = ""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        first: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                name, line = (key.tag, key.value), key.start_mark.line + 1
+                if name in first:
+                    raise ConfigError(
+                        f"{self.where}, line {line}: expected {key.value!r} once, found it in line {first[name]} too. "
+                        "Merge the two, or drop one."
+                    )
+                first[name] = line
+        return node
+
+
+def _load_yaml(text: str, where: str) -> Any:
+    """Raises ConfigError for a key that stands twice, YAMLError for what is not YAML."""
+    loader = _Once(text)
+    loader.where = where
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
 def _scalar(name: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text) if text else text
+        return _load_yaml(text, f"command line: {name}") if text else text
     except yaml.YAMLError as error:
         raise ConfigError(f"command line: {name}: not a YAML value: {text!r} ({error}). Quote it.") from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = _load_yaml(path.read_text(encoding="utf-8"), f"config file {path}")
     except OSError as error:
         raise ConfigError(
             f"config file {path}: cannot be read ({error.strerror}). Name an existing YAML file."

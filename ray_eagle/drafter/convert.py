@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import struct
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +20,7 @@ from ray_eagle.drafter.sglang import sglang_config
 from ray_eagle.drafter.speculators import LAYERS, NESTED, speculators_config
 from ray_eagle.drafter.variant import MARK, Format, Outputs, Variant, read_variant, target_faults
 from ray_eagle.errors import ConfigError, InputError, TargetError
+from ray_eagle.run import replacing
 from ray_eagle.target.sizes import TargetSizes
 from ray_eagle.target.tensors import tensor_files
 
@@ -97,7 +99,8 @@ def convert(
     destination.mkdir(parents=True, exist_ok=True)
     naming = Naming(LAYER_0 if to == "speculators" else MIDLAYER, prefix=False)
     size = _write(contents, maps, naming, destination / WEIGHTS)
-    (destination / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    with replacing(destination / "config.json") as sink:
+        sink.write((json.dumps(config, indent=2) + "\n").encode())
     written = read_variant(destination)
     for problem in tensor_faults(written, read_contents(destination, written)):
         raise problem
@@ -219,25 +222,15 @@ def _write(contents: Contents, maps: dict[str, bytes], naming: Naming, path: Pat
         header[naming.there(name)] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end := end + size]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    temporary = path.with_name(f".{path.name}.tmp")
-    opened: dict[Path, BinaryIO] = {}
-    try:
-        with temporary.open("wb") as sink:
-            sink.write(struct.pack("<Q", len(text)) + text)
-            for name in order:
-                if name in maps:
-                    sink.write(maps[name])
-                    continue
+    with ExitStack() as opened, replacing(path) as sink:
+        files = {file: opened.enter_context(file.open("rb")) for file in {t.file for t in contents.stored.values()}}
+        sink.write(struct.pack("<Q", len(text)) + text)
+        for name in order:
+            if name in maps:
+                sink.write(maps[name])
+            else:
                 tensor = contents.stored[name]
-                stream = opened.setdefault(tensor.file, tensor.file.open("rb"))
-                _copy(stream, tensor.start, tensor.bytes, sink)
-            sink.flush()
-            os.fsync(sink.fileno())
-        temporary.replace(path)
-    finally:
-        for stream in opened.values():
-            stream.close()
-        temporary.unlink(missing_ok=True)
+                _copy(files[tensor.file], tensor.start, tensor.bytes, sink)
     return path.stat().st_size
 
 

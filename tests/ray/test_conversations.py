@@ -218,7 +218,7 @@ def test_show_and_stats_say_what_is_there(kept: tuple[Pipeline, list[int]]) -> N
     result = CliRunner().invoke(app, ["conversations", "show", *common, "--ids", "-n", "1"])
     assert f"<|user|>[{tokenizer.convert_tokens_to_ids('<|user|>')}]" in result.output
     result = CliRunner().invoke(app, ["conversations", "show", *common, "--json", "-n", "2", "--split", "held_out"])
-    assert [json.loads(line)["split"] for line in result.stdout.splitlines()] == ["held_out"] * 2
+    assert [row["split"] for row in json.loads(result.stdout)["conversations"]] == ["held_out"] * 2
     result = CliRunner().invoke(app, ["conversations", "stats", *common, "--json"])
     assert json.loads(result.stdout)["conversations"] == len(conversations)
     result = CliRunner().invoke(app, ["conversations", "stats", *common])

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from ray_eagle.cli import app
 from ray_eagle.config import PRESETS, Config, Section
 from ray_eagle.settings import flatten, load_config
 from tests.unit.test_settings import FOUNDING, look_up, origin, write
@@ -107,6 +108,14 @@ def test_config_show_prints_every_value_and_its_origin(tmp_path: Path) -> None:
     assert ["seed", "11", file] in lines
     assert ["vocab.size", "32000", f"preset {FOUNDING}"] in lines
     assert ["train.clip", "1.0", "default"] in lines
+
+
+def test_a_secret_is_shown_neither_in_the_table_nor_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--json"]):
+        app(["config", "show", "--serve.token", "s3cret", *words], standalone_mode=False)
+        out = capsys.readouterr().out
+        assert "s3cret" not in out and "(set)" in out
+    assert ("serve.token", None, "default") in load_config().rows()
 
 
 def test_wrong_settings_exit_with_2_and_one_line(tmp_path: Path) -> None:

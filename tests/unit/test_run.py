@@ -56,15 +56,23 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # as a full disk: the write ends in the middle
     try:
-        with pytest.raises(OSError, match="too large"):
+        with pytest.raises(OSError, match="too large") as caught:
             folder.write_bytes("a", b"x" * 100_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert folder.read_bytes("a") == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert caught.value.filename == str(tmp_path / "a")  # a failed write names no file by itself
     with pytest.raises(TypeError):
         folder.write_json("a", {1, 2})
     assert folder.read_bytes("a") == b"old"
+
+
+def test_the_first_error_of_a_write_is_told_not_that_of_tidying_up(tmp_path: Path) -> None:
+    name = "a" * 250  # its temporary file's name is too long to make, and to delete
+    with pytest.raises(OSError, match="too long") as caught:
+        Folder.at(tmp_path).write_bytes(name, b"x")
+    assert caught.value.filename == str(tmp_path / name)
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
@@ -165,6 +173,8 @@ def test_the_key_depends_on_all_that_decides_the_content_and_on_nothing_else() -
     for change in others[1:]:
         assert len(differences(origin, origin.model_copy(update=change))) == (2 if "generate" in str(change) else 1)
     assert differences(origin, origin.model_copy(update=others[1])) == ["settings.a.b: 1 -> 2"]
+    none, one = (origin.model_copy(update={"settings": {"env": env}}) for env in ({}, {"A": "x"}))
+    assert differences(none, one) == ["settings.env.A: 'absent' -> 'x'"]
     code = f"from ray_eagle.run import Origin; print(Origin(**{origin.model_dump()!r}).key)"
     elsewhere = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert elsewhere.strip() == origin.key

@@ -10,7 +10,7 @@ import yaml
 
 from ray_eagle.config import Config
 from ray_eagle.errors import ConfigError
-from ray_eagle.settings import LoadedConfig, flatten, load_config, parse_flags
+from ray_eagle.settings import LoadedConfig, as_yaml, flatten, load_config, parse_flags
 
 FOUNDING = "kimi-k2.5"
 
@@ -104,6 +104,14 @@ def test_nothing_given_is_all_defaults() -> None:
     assert {where for _, _, where in loaded.rows()} == {"default"}
 
 
+def test_an_empty_group_of_free_names_is_listed_too(tmp_path: Path) -> None:
+    assert ("serve.env", {}, "default") in load_config().rows()
+    file = write(tmp_path / "run.yaml", "serve: {env: {}}\n")
+    assert ("serve.env", {}, file) in load_config(file).rows()
+    rows = load_config(file, flags=["--serve.env.A", "x"]).rows()
+    assert [row for row in rows if row[0].startswith("serve.env")] == [("serve.env.A", "x", "flag")]
+
+
 def test_effective_settings_written_to_a_file_load_to_the_same(tmp_path: Path) -> None:
     config = load_config(preset=FOUNDING, flags=["--serve.token", '"1e5"', "--ray.address", "auto"]).config
     file = write(tmp_path / "again.yaml", yaml.safe_dump(config.model_dump(mode="json")))
@@ -175,6 +183,42 @@ def test_a_given_drafter_below_home_is_found_by_whoever_opens_it(monkeypatch: py
     monkeypatch.setenv("HOME", "/home/x")
     for given, path in (("~/d", "/home/x/d"), ("/d/~e", "/d/~e"), ("s3://b/d", "s3://b/d"), ("d", "d")):
         assert load_config(flags=["--drafter.path", given]).config.drafter.path == path
+
+
+ODD = (
+    "",
+    " ",
+    "null",
+    "true",
+    "1",
+    "3e5",
+    "a b",
+    "a: b",
+    "- x",
+    "[x",
+    "#",
+    "a #b",
+    "~",
+    "~/x",
+    "\n<t>\n",
+    "\u2028",
+    "ü",
+    "{}",
+    "@",
+)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_value_as_shown_is_taken_as_it_was(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    env, args = {f"N{i}": rng.choice(ODD) for i in range(9)}, rng.choices(ODD, k=9)
+    flags = ["--serve.env", json.dumps(env), "--serve.args", json.dumps(args)]
+    config = load_config(preset=FOUNDING, flags=flags).config
+    rows = LoadedConfig(config, {}).rows()
+    assert load_config(flags=[f"--{key}={as_yaml(value)}" for key, value, _ in rows]).config == config
+    lines = [f"{k}: {as_yaml(v)}\n" for k, v in env.items()]
+    (tmp_path / "run.yaml").write_text("serve:\n env:\n" + "".join(f"  {line}" for line in lines), encoding="utf-8")
+    assert load_config(str(tmp_path / "run.yaml")).config.serve.env == env
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -314,6 +358,28 @@ def test_broken_file_is_named(tmp_path: Path, content: bytes, part: str) -> None
     message = refusal(file=str(file))
     assert message.startswith(f"config file {file}: ")
     assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "lines"),
+    [
+        ("train: {lr: 1}\nseed: 2\ntrain: {epochs: 3}\n", "train", (1, 3)),
+        ("train:\n  lr: 1\n  'lr': 2\n", "lr", (2, 3)),
+        ("serve: {env: {A: x, B: y, A: z}}\n", "A", (1, 1)),
+        ("probe:\n  sweep:\n  - steps: 1\n    steps: 2\n", "steps", (3, 4)),
+    ],
+)
+def test_a_key_said_twice_is_named_with_both_lines(tmp_path: Path, text: str, key: str, lines: tuple[int, int]) -> None:
+    file = write(tmp_path / "run.yaml", text)
+    expected = f"config file {file}, line {lines[1]}: expected '{key}' once, found it in line {lines[0]} too. "
+    assert refusal(file=file).startswith(expected)
+
+
+def test_only_keys_of_one_mapping_meet(tmp_path: Path) -> None:
+    text = "generate: &a {actors: 2, cpus: 3}\nextract: {<<: *a, cpus: 4}\nserve: {env: {actors: x}}\n"
+    config = load_config(write(tmp_path / "run.yaml", text)).config
+    assert (config.extract.actors, config.extract.cpus, config.generate.cpus) == (2, 4, 3)
+    assert "command line: serve.env, line 1: expected 'A' once" in refusal(flags=["--serve.env", "{A: x, A: y}"])
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
