@@ -210,7 +210,7 @@ def plan_command(
     context: typer.Context,
     config: ConfigFile = None,
     preset: Preset = None,
-    seconds: Annotated[float, typer.Option(help="Length of the calibration; 0 only counts.")] = 60,
+    seconds: Annotated[float, typer.Option(min=0, help="Length of the calibration; 0 only counts.")] = 60,
     json_output: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -220,7 +220,8 @@ def plan_command(
             from ray_eagle.hidden_states.forecast import forecast
             from ray_eagle.report.table import render_forecast
 
-            pipeline.connect()
+            if seconds:
+                pipeline.connect()
             found = forecast(pipeline.config, pipeline.run, pipeline.facts, pipeline.progress, seconds)
             if json_output:
                 print(json.dumps(found.model_dump(mode="json")), file=out)
@@ -319,7 +320,8 @@ def _run_stage(
             _print_report(build_report(config, pipeline.run), json_output, out)
         elif json_output:
             origin = pipeline.run.origin(name)
-            result = {"stage": name, "skipped": outcome is None, "facts": outcome.facts if outcome else {}}
+            facts = outcome.facts if outcome else pipeline.facts_of(name)
+            result = {"stage": name, "skipped": outcome is None, "facts": facts}
             print(json.dumps({**result, "origin": origin.model_dump(mode="json") if origin else None}), file=out)
 
 

@@ -72,7 +72,7 @@ KINDS = {
     "probe": Kind(("probe", "serve"), ("train",), prompts=True, on_cluster=True),
 }
 
-AT_ONCE = frozenset({"breakeven", "probe-given", "probe"})
+AT_ONCE = {"breakeven": "breakeven.json", "probe-given": "probe.json", "probe": "probe.json"}
 """They write one file at their end: a result that is redone stays until there is another."""
 
 
@@ -132,6 +132,10 @@ class Pipeline:
         self.run.write_origin(wanted)
         self.progress.say(f"{name}: done in {wanted.seconds:.0f} s")
         return outcome
+
+    def facts_of(self, name: str) -> dict[str, Any]:
+        """What a finished stage said, where its folder holds just that; else nothing."""
+        return dict(self.run.of(name).read_json(AT_ONCE[name])) if name in AT_ONCE else {}
 
     def all(self, *, redo: str | None = None) -> Report:
         """Every stage in order, skipping what is done, with the decisions of the design. Returns the report."""

@@ -399,7 +399,9 @@ def test_arithmetic_needs_no_target_and_no_cluster(tmp_path: Path) -> None:
             other.stage("breakeven", redo=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert (run.finished("breakeven"), run.of("breakeven").read_json("breakeven.json")) == kept, "until there is another"
+    assert (run.finished("breakeven"), run.of("breakeven").read_json("breakeven.json")) == kept, (
+        "until there is another"
+    )
     assert other.stage("breakeven", redo=True) is not None
     assert run.finished("breakeven") != kept[0]
 
