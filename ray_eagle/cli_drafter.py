@@ -133,7 +133,7 @@ def _summary(shown: "Description") -> Table:
         maps = " and ".join(shown.maps) or "no map"
         table.add_row("vocabulary", f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens ({maps})")
         table.add_row("options", ", ".join(sorted(variant.options)) or "none")
-        table.add_row("layer ids", str(list(variant.written_ids)) if variant.written_ids else "none in the config")
+        table.add_row("layer ids", str(list(variant.written_ids)) if variant.written_ids else "no list of them in the config")
         if variant.translated_for:
             table.add_row("  written for", f"{variant.translated_for}: outputs of {list(shown.outputs or ())}")
         else:
