@@ -144,6 +144,7 @@ FAULTS: dict[str, Fault] = {
     "ids not ascending": (edit(**both([4, 3, 1])), {}, None, "error", "layer ids [4, 3, 1]: expected three distinct"),
     "two ids": (edit(**both([1, 3])), {}, None, "error", "expected three layer ids"),
     "ids beyond the target": (edit(**both([1, 3, 8])), {}, None, "error", "expected below 8 (the target's layers)"),
+    "two copies of the ids": (edit(**{ids: [1, 2, 4]}), {}, None, "error", "is [1, 2, 4], but [1, 3, 4] in eagle_config"),
     "no ids": (edit(eagle_config=None, **{ids: None}), {}, None, "warning", "no layer ids in the config: |[1, 3, 4]"),
     "no ids, a shallow target": (
         edit(eagle_config=None, **{ids: None}), {"num_hidden_layers": 6}, None, "error", "has no default ids",
@@ -261,6 +262,8 @@ GOOD: dict[str, tuple[Any, Any, str | None]] = {
         ), {"hidden_size": 64}, NEW,
     ),
     "two files and an index": (lambda f: tiny_folder(f, split), {}, None),
+    "ids at the top level alone": (lambda f: tiny_folder(f, edit(**{f"eagle_config__{ids}": None})), {}, NEW),
+    "ids in eagle_config alone": (lambda f: tiny_folder(f, edit(**{ids: None})), {}, NEW),
     "ids that DeepSeek's SGLang reads as outputs": (tiny_folder, DEEPSEEK, None),
     "true size, Kimi's nested config, an old SGLang's ids": (aq_medai, kimi_config, "reference"),
 }  # fmt: skip
