@@ -13,19 +13,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ray_eagle.drafter.convert import convert
-from ray_eagle.drafter.engines import parse_engine
+from ray_eagle.drafter.engines import NEWEST, parse_engine
 from ray_eagle.drafter.files import INDEX, WEIGHTS
 from ray_eagle.drafter.show import describe
 from ray_eagle.errors import ConfigError
 from ray_eagle.preflight.drafter import check_folder, passed
 from ray_eagle.preflight.report import Finding
+from ray_eagle.serving.versions import RELEASES
 from ray_eagle.target.sizes import read_target
 from tests.drafters import AQ_MEDAI, edit, kimi_config, llama_config, rename, retensor, sparse_drafter, tiny_folder
 from tests.tiny import VOCAB
 from tests.unit.test_checkpoint import BETAS, LLAMA3, ROPES
 
 D = 128
-NEW, OLD, VLLM = "sglang==0.5.23", "sglang==0.5.10", "vllm"
+NEW, OLD, VLLM = f"sglang=={NEWEST}", "sglang==0.5.10", "vllm"
 ids = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -203,6 +204,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "SpecForge's norm_output": (edit(norm_output=True), {}, None, "warning", "SpecForge writes it and always feeds the un-n"),
     "no MLA on an MLA target": (lambda f: None, {"kv_lora_rank": 16}, NEW, "warning", "the target's attention backend"),
+    "a release that nobody here read": (lambda f: None, {}, "sglang==9.9.9", "warning", "sglang 9.9.9 is not known|0.5.23"),
     "a quantised target": (lambda f: None, {"quantization_config": {"x": 1}}, NEW, "warning", "the target is quantised"),
 }  # fmt: skip
 
@@ -327,3 +329,7 @@ def test_a_drafter_of_2_gigabytes_is_shown_and_checked_without_reading_it(tmp_pa
 def test_an_engine_that_is_not_known_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--engine"):
         parse_engine(text)
+
+
+def test_the_newest_known_release_is_the_newest_that_is_served() -> None:
+    assert list(RELEASES)[-1] == NEWEST and not parse_engine(NEW).beyond and not parse_engine("vllm==9.9.9").beyond
