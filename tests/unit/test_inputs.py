@@ -235,8 +235,8 @@ def test_chunks_end_by_bytes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("name", "content", "message"),
     [
         ("x.csv", b"a,b", r"expected \.jsonl, \.json, \.parquet, \.arrow or \.txt, found \.csv"),
-        ("x.json", b"{", "expected JSON, found"),
-        ("x.json", b"3", "expected a list of rows, found int"),
+        ("x.json", b'[{"text": "a"}, {"te', r"x\.json: expected JSON, found Unterminated string"),
+        ("x.json", b"3", r"x\.json: expected a list of rows, found int"),
         ("x.parquet", b"PAR1 not really", "is damaged"),
         ("x.arrow", b"ARROW1 not really", "is damaged"),
     ],
@@ -348,7 +348,13 @@ def test_a_file_without_a_usable_row_is_refused_with_the_first_reasons(tmp_path:
 
 def test_a_rejected_row_keeps_its_own_id(tmp_path: Path, target_folder: Path) -> None:
     file = tmp_path / "x.jsonl"
-    bad = [{"id": "a2", "messages": []}, {"uuid": 7, "messages": []}, {"id": "\ud800", "messages": []}, {"messages": []}, 3]
+    bad = [
+        {"id": "a2", "messages": []},
+        {"uuid": 7, "messages": []},
+        {"id": "\ud800", "messages": []},
+        {"messages": []},
+        3,
+    ]
     good = {"id": "a2", "messages": TALK[1:3]}
     file.write_text("".join(json.dumps(row) + "\n" for row in [*bad, good]))
     settings = GenerateConfig(prompts=str(file), answers="keep", shape="messages")
