@@ -193,7 +193,8 @@ def _shape(config: dict[str, Any], path: Path, layers: int | None, outputs: Outp
         ids = _mark(config, ids).get("outputs", ids)
         if ids is not None and not _is_numbers(ids):
             where = f"{path}, eagle_config.{LAYERS}"
-            raise fault("drafter config", where=where, expected=THREE_IDS, found=repr(ids), fix=ORIGINAL)
+            word = next(one for one in ids if type(one) is not int) if isinstance(ids, list) else ids
+            raise fault("drafter config", where=where, expected=THREE_IDS, found=repr(word), fix=ORIGINAL)
     if config.get("num_hidden_layers", 1) != 1:
         found = config["num_hidden_layers"]
         raise fault("drafter layer", where=f"{path}, num_hidden_layers", expected=1, found=found, fix=ONE_LAYER)

@@ -43,10 +43,14 @@ def test_show_works_on_what_cannot_be_trained(folder: Path) -> None:
     assert "latent attention" in out and "not trainable" in out
 
 
-@pytest.mark.parametrize("ids", ["1,14,26", [1, "3", 4], {"a": 1}, 3])
-def test_layer_ids_that_are_no_list_of_numbers_are_one_error(folder: Path, tmp_path: Path, ids: object) -> None:
+@pytest.mark.parametrize(
+    ("ids", "word"), [("1,14,26", "'1,14,26'"), ([1, "3", 4], "'3'"), ({"a": 1}, "{'a': 1}"), (3, "3")]
+)
+def test_layer_ids_that_are_no_list_of_numbers_are_one_error(
+    folder: Path, tmp_path: Path, ids: object, word: str
+) -> None:
     edit(eagle_config__eagle_aux_hidden_state_layer_ids=ids)(folder)
-    message = f"expected three layer ids (output of layer L, 0-based), found {ids!r}."
+    message = f"expected three layer ids (output of layer L, 0-based), found {word}."
     code, out, _ = run("show", folder, "--json")
     found = json.loads(out)
     assert code == 0 and message in found["problem"] and found["shape"]["hidden_size"] == 32
