@@ -20,7 +20,8 @@ drafter_app = typer.Typer(help="Look at a drafter, check it, convert it.", no_ar
 Folder = Annotated[Path, typer.Argument(help="Folder with config.json and safetensors.")]
 TargetPath = Annotated[str | None, typer.Option("--target", help="The target: a model folder.")]
 EngineName = Annotated[
-    str | None, typer.Option("--engine", help="sglang==VERSION, sglang (the newest known), vllm or reference.")
+    str | None,
+    typer.Option("--engine", help="sglang[==X.Y.Z], vllm[==X.Y.Z] or reference; without a version the newest known."),
 ]
 LEVELS = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
@@ -133,7 +134,9 @@ def _summary(shown: "Description") -> Table:
         maps = " and ".join(shown.maps) or "no map"
         table.add_row("vocabulary", f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens ({maps})")
         table.add_row("options", ", ".join(sorted(variant.options)) or "none")
-        table.add_row("layer ids", str(list(variant.written_ids)) if variant.written_ids else "none in the config")
+        table.add_row(
+            "layer ids", str(list(variant.written_ids)) if variant.written_ids else "no list of them in the config"
+        )
         if variant.translated_for:
             table.add_row("  written for", f"{variant.translated_for}: outputs of {list(shown.outputs or ())}")
         else:

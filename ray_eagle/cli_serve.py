@@ -1,9 +1,7 @@
 """`ray-eagle serve`: the server of a probe, kept up for programs and people."""
 
 import json
-import signal
 import time
-from types import FrameType
 from typing import Any, TextIO
 
 from ray_eagle.config import Config
@@ -12,18 +10,13 @@ HELP = "Serve the target with a drafter (the run's own, else drafter.path) until
 
 
 def serve_command(config: Config, run: Any, random: bool, json_output: bool, out: TextIO) -> None:
-    """Print where it answers, and stay. SIGTERM ends it as Ctrl-C does: nothing is left."""
+    """Print where it answers, and stay, until Ctrl-C or SIGTERM: nothing is left."""
     from ray_eagle.cluster import connect
     from ray_eagle.serving.keep import kept
 
     connect(config.ray)
-    signal.signal(signal.SIGTERM, _end)  # after Ray has set its own
     with kept(config, run, random=random) as (client, what):
         line = f"{client.url}/ serves {what}. Open it in a browser; Ctrl-C ends it."
         print(json.dumps({"url": client.url, "drafter": what}) if json_output else line, file=out, flush=True)
         while True:
             time.sleep(1)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

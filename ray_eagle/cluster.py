@@ -4,9 +4,13 @@ import json
 import logging
 import os
 import secrets
+import signal
 import socket
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import pyarrow.fs as pafs
@@ -55,7 +59,8 @@ def connect(config: RayConfig) -> ClusterInfo:
     """Join a cluster: `config.address`, else the job's, else RAY_ADDRESS, else a private local one without dashboard.
 
     Does nothing when this process has joined one already. What actors print stays in Ray's logs (their errors arrive as
-    exceptions). Raises ConfigError when there is no such cluster.
+    exceptions). From then on SIGTERM ends this process as Ctrl-C does, unless it had a handler of its own. Raises
+    ConfigError when there is no such cluster.
     """
     global _private
     if not ray.is_initialized():
@@ -68,7 +73,8 @@ def connect(config: RayConfig) -> ClusterInfo:
             options |= {"include_dashboard": False, "num_cpus": cpus}
         try:
             _probe(address)
-            ray.init(address, **options)
+            with _own_end():
+                ray.init(address, **options)
         except (OSError, RuntimeError, ValueError) as error:
             fix = "Start one (`bash cluster/local.sh start`), or drop the address to use a private cluster."
             raise ConfigError(
@@ -245,6 +251,21 @@ def _check_address(address: str, where: str) -> None:
                 fix=f"Unset {where}; to run on that cluster, submit a job: `ray-eagle STAGE --address DASHBOARD_URL`.",
             )
         )
+
+
+@contextmanager
+def _own_end() -> Iterator[None]:
+    """Ray takes SIGTERM, and aborts with a dump of its stack: afterwards it is the process's own again, or as Ctrl-C."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _interrupt if before is signal.SIG_DFL else before)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _probe(address: str) -> None:

@@ -87,7 +87,7 @@ def read_chunks(source: str, limit: int | None = None) -> Iterator[Chunk]:
                     yield from _of_batches(_arrow_batches(file), limit)
             case ".json":
                 with fs.open_input_stream(path) as stream:
-                    yield from _of_json(stream.read(), limit)
+                    yield from _of_json(stream.read(), limit, source)
             case ".jsonl" | ".ndjson" | ".txt" | "":
                 with fs.open_input_stream(path, buffer_size=READ_BYTES) as stream:
                     yield from _of_lines(stream, limit, text=kind[0] == ".txt")
@@ -185,19 +185,22 @@ def _lines(stream: Any) -> Iterator[bytes]:
     yield b"".join(pieces)
 
 
-def _of_json(data: bytes, limit: int | None) -> Iterator[Chunk]:
+def _of_json(data: bytes, limit: int | None, source: str) -> Iterator[Chunk]:
     """A list of rows, or one object that holds a single list of them; read whole."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"prompts file: expected JSON, found {error}. A file with one object a line is .jsonl."
+            f"prompts file {source}: expected JSON, found {error}. A file with one object a line is .jsonl; a file cut short has "
+            "to be copied again."
         ) from None
     if isinstance(value, dict):
         lists = [inner for inner in value.values() if isinstance(inner, list) and inner and isinstance(inner[0], dict)]
         value = lists[0] if len(lists) == 1 and "messages" not in value and "conversations" not in value else [value]
     if not isinstance(value, list):
-        raise InputError(f"prompts file: expected a list of rows, found {type(value).__name__}. Wrap the rows in [ ].")
+        raise InputError(
+            f"prompts file {source}: expected a list of rows, found {type(value).__name__}. Wrap the rows in [ ]."
+        )
     yield from _of_values(iter(value), limit)
 
 

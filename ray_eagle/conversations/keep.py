@@ -17,7 +17,7 @@ from ray_eagle.config import Config, GenerateConfig, TargetConfig
 from ray_eagle.conversations.conversation import Conversation, part_name
 from ray_eagle.conversations.inputs import Chunk, read_chunks, shape_of
 from ray_eagle.conversations.mask import Renderer
-from ray_eagle.conversations.messages import RowError, Shape
+from ray_eagle.conversations.messages import RowError, Shape, own_id
 from ray_eagle.conversations.prompts import Split, hashed_split, refuse_all, usable_row
 from ray_eagle.conversations.similarity import HashIndex, close_to_trained, hashed_shingles
 from ray_eagle.conversations.template import stop_ids
@@ -157,7 +157,7 @@ def tokenise_chunk(
     kept: list[dict[str, Any]] = []
     rejected: list[Rejected] = []
     for number, raw in chunk.rows():
-        name = ""
+        name = own_id(raw)
         try:
             row = usable_row(raw, shape, settings)
             name = row.id

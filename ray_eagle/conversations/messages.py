@@ -8,6 +8,7 @@ rejected.jsonl. Pure.
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -114,9 +115,15 @@ def read_row(raw: Any, shape: Shape, marks: tuple[str, str]) -> Row:
         raise RowError(f"the first message is of the {first['role']}, expected the user's")
     if not any(m["role"] == "user" and m["content"].strip() for m in messages):
         raise RowError("the user's messages are empty")
-    found = next((raw[key] for key in IDS if isinstance(raw.get(key), str | int) and raw[key] != ""), None)
-    name = str(found) if found is not None else content_id(messages, tools)
+    name = own_id(raw) or content_id(messages, tools)
     return Row(name, str(raw.get("category") or "none").encode(errors="replace").decode(), messages, tools)
+
+
+def own_id(raw: Any) -> str:
+    """The id that a row carries, whatever else is in it; empty for none."""
+    keys = IDS if isinstance(raw, dict) else ()
+    found = next((str(raw[key]) for key in keys if isinstance(raw.get(key), str | int) and raw[key] != ""), "")
+    return found.encode(errors="replace").decode()
 
 
 def content_id(messages: list[Message], tools: list[Any]) -> str:
@@ -290,7 +297,8 @@ def _tools(raw: dict[str, Any]) -> list[Any]:
 
 def _list(value: Any, name: str) -> list[Any]:
     if isinstance(value, str):  # tables often hold lists as JSON texts
-        value = _json(value, name)
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
     if not (isinstance(value, list) and (value or name == "tools")):
         raise RowError(f"{name}: expected a list that is not empty, found {value!r:.60}")
     return value

@@ -7,7 +7,7 @@ from typing import Any, Literal, NoReturn
 
 from ray_eagle.config import GenerateConfig
 from ray_eagle.conversations.inputs import BUILTIN, read_chunks, shape_of, source_hash
-from ray_eagle.conversations.messages import Row, RowError, Shape, read_row
+from ray_eagle.conversations.messages import Row, RowError, Shape, own_id, read_row
 from ray_eagle.errors import InputError
 
 __all__ = ["BUILTIN", "Prompt", "Split", "load_prompts", "read_prompts"]
@@ -47,7 +47,7 @@ def load_rows(config: GenerateConfig) -> tuple[list[Prompt], list[dict[str, Any]
     first: dict[str, int] = {}
     for chunk in read_chunks(config.prompts, config.limit):
         for number, raw in chunk.rows():
-            name = ""
+            name = own_id(raw)
             try:
                 row = usable_row(raw, shape, config)
                 name = row.id

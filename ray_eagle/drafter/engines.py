@@ -19,6 +19,8 @@ OLD = (0, 5, 11)
 NEW = (0, 5, 13)
 """The first one that certainly has them."""
 RELEASED_2026_08 = (0, 5, 17)
+NEWEST = "0.5.23"
+"""The newest SGLang release that was read."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class Engine:
     @property
     def _release(self) -> tuple[int, ...]:
         return _numbers(self.version) if self.version else RELEASED_2026_08
+
+    @property
+    def beyond(self) -> bool:
+        """Whether it is newer than what was read: it is taken for that."""
+        return self.kind == "sglang" and bool(self.version) and self._release > _numbers(NEWEST)
 
     def reading(self, ids: list[int], layers: int, model_type: str) -> list[int]:
         """The outputs of layers that it takes for these ids, with a target of `layers` layers and this family."""
@@ -82,10 +89,10 @@ class Engine:
 
 
 def parse_engine(text: str) -> Engine:
-    """`sglang==0.5.23`, `sglang`, `vllm`, `vllm==0.30.0` or `reference`. Raises ConfigError for anything else."""
+    """`sglang[==X.Y.Z]`, `vllm[==X.Y.Z]` or `reference`. Raises ConfigError for anything else."""
     found = re.fullmatch(r"(sglang|vllm|reference)(?:==(\d+\.\d+\.\d+\S*))?", text.strip())
     if not found or (found[1] == "reference" and found[2]):
-        raise ConfigError(f"--engine: expected sglang==VERSION, sglang, vllm or reference, found {text!r}.")
+        raise ConfigError(f"--engine: expected sglang[==X.Y.Z], vllm[==X.Y.Z] or reference, found {text!r}.")
     engine = Engine(found[1], found[2] or "")  # type: ignore[arg-type]
     if engine.kind == "sglang" and engine.version and OLD < _numbers(engine.version) < NEW:
         raise ConfigError(

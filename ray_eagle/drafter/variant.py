@@ -25,6 +25,8 @@ ONE_LAYER = "Only EAGLE-3 drafters with one layer, Llama's or DeepSeek's, are su
 MARK = "ray_eagle_layer_ids"
 """Key that says what the ids of a config mean which were translated for an engine."""
 OPTIONS = ("norm_before_fc", "norm_before_residual", "norm_output", "fc_norm")
+THREE_IDS = "three layer ids (output of layer L, 0-based)"
+ORIGINAL = "Take the original config.json, with the layer ids that the drafter was trained on."
 Format = Literal["sglang", "speculators"]
 Outputs = tuple[int, int, int]
 
@@ -37,7 +39,7 @@ class Variant:
     shape: DrafterShape
     """Layer ids are outputs of layers, whatever the config means by them."""
     written_ids: tuple[int, ...] | None
-    """The layer ids as they stand in the config; None without any."""
+    """The layer ids as they stand in the config; None without a list of numbers."""
     translated_for: str | None = None
     """The engine that the written ids were translated for, where ray_eagle did so."""
     options: frozenset[str] = field(default_factory=frozenset)
@@ -101,14 +103,13 @@ def parse_variant(config: Any, path: Path, layers: int | None = None, outputs: O
         key, expected, found = str(problem["loc"][0]), problem["msg"], repr(problem["input"])
         if key == "aux_layers":
             key = f"eagle_config.{LAYERS}"
-            expected = "three layer ids (output of layer L, 0-based)"
+            expected = THREE_IDS
     except CheckpointError:
         raise
     except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
         key, expected, found = "", "numbers and groups as SGLang reads them", str(error)
     where = f"{path}, {key}" if key else path
-    fix = "Take the original config.json, with the layer ids that the drafter was trained on."
-    raise fault("drafter config", where=where, expected=expected, found=found, fix=fix)
+    raise fault("drafter config", where=where, expected=expected, found=found, fix=ORIGINAL)
 
 
 def refuse_untrainable(variant: Variant, path: Path) -> None:
@@ -163,12 +164,16 @@ def _variant(config: dict[str, Any], shape: DrafterShape, speculators: bool) -> 
     return Variant(
         format="speculators" if speculators else "sglang",
         shape=shape,
-        written_ids=tuple(ids) if ids else None,
+        written_ids=tuple(ids) if ids and _is_numbers(ids) else None,
         translated_for=_mark(config, ids).get("engine"),
         options=frozenset(on),
         target_hidden_size=int(config.get("target_hidden_size") or shape.hidden_size),
         own_embedding=bool(config.get("embed_requires_grad")),
     )
+
+
+def _is_numbers(ids: Any) -> bool:
+    return isinstance(ids, list) and all(type(one) is int for one in ids)
 
 
 def _mark(config: dict[str, Any], ids: Any) -> dict[str, Any]:
@@ -186,6 +191,10 @@ def _shape(config: dict[str, Any], path: Path, layers: int | None, outputs: Outp
         ids = default_aux_layers(layers)
     else:
         ids = _mark(config, ids).get("outputs", ids)
+        if ids is not None and not _is_numbers(ids):
+            where = f"{path}, eagle_config.{LAYERS}"
+            word = next(one for one in ids if type(one) is not int) if isinstance(ids, list) else ids
+            raise fault("drafter config", where=where, expected=THREE_IDS, found=repr(word), fix=ORIGINAL)
     if config.get("num_hidden_layers", 1) != 1:
         found = config["num_hidden_layers"]
         raise fault("drafter layer", where=f"{path}, num_hidden_layers", expected=1, found=found, fix=ONE_LAYER)

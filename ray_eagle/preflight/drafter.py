@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ray_eagle.drafter.contents import Contents, check_map, read_contents, read_map, tensor_faults
-from ray_eagle.drafter.engines import Engine
+from ray_eagle.drafter.engines import NEWEST, Engine
 from ray_eagle.drafter.files import FLOAT_DTYPES, read_config
 from ray_eagle.drafter.names import EMBEDDING, MODEL
-from ray_eagle.drafter.speculators import NESTED
+from ray_eagle.drafter.speculators import LAYERS, NESTED
 from ray_eagle.drafter.variant import Variant, read_variant, target_faults
 from ray_eagle.errors import CheckpointError, EagleError
 from ray_eagle.preflight.estimate import human_bytes
@@ -37,6 +37,7 @@ def check_folder(folder: Path, target: TargetSizes | None, engine: Engine | None
     whole = not findings
     layer = _layer_config(config)
     findings += _config(folder, variant, layer)
+    findings += _copies(folder, layer)
     rope = target.rope if target else None
     findings += rope_findings(variant.shape, layer, folder, rope, nested=variant.format == "speculators")
     findings += _options(folder, variant, engine)
@@ -127,6 +128,21 @@ def _config(folder: Path, variant: Variant, layer: dict[str, Any]) -> Iterator[F
         )
 
 
+def _copies(folder: Path, layer: dict[str, Any]) -> Iterator[Finding]:
+    """Layer ids stand in `eagle_config`, at the top level, or in both."""
+    eagle = layer.get("eagle_config")
+    inner, outer = eagle.get(LAYERS) if isinstance(eagle, dict) else None, layer.get(LAYERS)
+    if inner and outer and inner != outer:
+        yield Finding(
+            level="error",
+            check="aux layers",
+            message=f"{folder / 'config.json'}: {LAYERS} is {outer}, but {inner} in eagle_config: engines read one or the "
+            "other.",
+            fix="Find out which ones it was trained on, and write them in both places: ray-eagle drafter convert SRC DST "
+            "--aux-layers does.",
+        )
+
+
 def _options(folder: Path, variant: Variant, engine: Engine | None) -> Iterator[Finding]:
     where, tell = folder / "config.json", _teller("drafter option")
     latent = variant.shape.latent is not None
@@ -152,6 +168,12 @@ def _engine(
 ) -> Iterator[Finding]:
     """What a certain engine does with the files."""
     tell, latent = _teller("engine"), variant.shape.latent is not None
+    if engine.beyond:
+        yield tell(
+            "warning",
+            f"{engine.name} is not known here: what follows is what {NEWEST}, the newest known, makes of it.",
+            "Measure: ray-eagle probe tells whether it drafts as the walk over captured states predicts.",
+        )
     head = contents.names.get("lm_head.weight", "")
     if skipped := engine.skipped_names(contents.naming, head.startswith(MODEL), latent=latent):
         yield tell(

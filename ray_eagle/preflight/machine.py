@@ -132,6 +132,11 @@ def check_port(config: ServeConfig) -> list[Finding]:
     except OSError as error:
         message = f"serve.host {config.host}, serve.port {config.port}: cannot be bound ({error.strerror})."
         return [
-            Finding(level="error", check="port", message=message, fix="Choose another serve.port, or 0 for a free one.")
+            Finding(
+                level="error",
+                check="port",
+                message=message,
+                fix="Choose another serve.port, or 0 for a free one; serve.host is an address of this machine.",
+            )
         ]
     return [Finding(level="ok", check="port", message=f"{config.host}:{config.port} is free.")]

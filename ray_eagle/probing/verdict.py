@@ -10,13 +10,17 @@ NOISE = 1.02
 ENGINE_LOSS = 1.1
 """A prediction this many times the served length, with intervals apart, is more than rounding explains."""
 
+FEW_PASSES = 30
+"""Below it no accepted draft at all proves little: one that is right in a tenth of all passes, which is little enough, shows
+none in 30 passes with a chance of 4 % (0.9^30), in 10 passes with one of 35 %."""
+
 CHECKS = (
-    "layer ids: does the engine read the config's aux layer ids as outputs of those layers (docs/maths.md)?",
-    "head: is lm_head.weight in the file, under the name that the engine loads? An engine draws a random one silently",
-    "vocabulary map: is d2t an offset (target id - draft id), and of the same training run as lm_head?",
-    "context: is the drafter's max_position_embeddings at least the target's serving context?",
-    "RoPE: do rope_theta and scaling equal those of training, in both the old and the new config keys?",
-    "chat template: is the prompt built as in training, system prompt and thinking marks included?",
+    "Layer ids: the engine must read the config's aux layer ids as outputs of those layers (docs/maths.md).",
+    "Head: lm_head.weight must be in the file, under the name that the engine loads, or it draws a random one silently.",
+    "Vocabulary map: d2t must be an offset (target id - draft id), and of the same training run as lm_head.",
+    "Context: the drafter's max_position_embeddings must be at least the target's serving context.",
+    "RoPE: rope_theta and scaling must equal those of training, in both the old and the new config keys.",
+    "Chat template: the prompt must be built as in training, system prompt and thinking marks included.",
 )
 
 
@@ -31,6 +35,7 @@ def verdict(
     flags: Sequence[str] = (),
     faults: Sequence[str] = (),
     unchecked: bool = False,
+    passes: int | None = None,
 ) -> tuple[VerdictName, list[str]]:
     """(name, reasons) from the acceptance length tau, its interval, and the break-even length R at `steps` draft steps.
 
@@ -38,15 +43,16 @@ def verdict(
     perfect drafter loses); `broken` when the interval reaches down to 1; `serve` when all of it lies above R, and the
     speed-up's interval above 1; `broken` when the walk over captured states predicted clearly more (length, interval):
     then the engine loses it; `fine-tune` otherwise. `flags`: of the server that was measured. `unchecked`: there are
-    differences from plain text, and none could be judged; then `serve` becomes `broken`.
+    differences from plain text, and none could be judged; then `serve` becomes `broken`. `passes`: complete ones that were
+    measured. Each reason ends with a full stop, so that all of them read as sentences one after the other.
     """
     low, high = interval
-    measured = f"acceptance length {acceptance_length:.2f} [{low:.2f}, {high:.2f}], break-even {break_even:.2f}"
+    measured = f"Acceptance length {acceptance_length:.2f} [{low:.2f}, {high:.2f}], break-even {break_even:.2f}"
     speed = acceptance_length / break_even
     lost = _lost_by_the_engine(interval, acceptance_length, predicted)
     if faults:
         return "broken", [
-            f"{measured}, but the text is not the target's own, so the figures mean nothing:",
+            f"{measured}, but the text is not the target's own, so the figures mean nothing.",
             *faults,
             "The engine verifies wrongly: try another attention backend or version, and float32 or float16.",
         ]
@@ -56,8 +62,7 @@ def verdict(
             "Try another number of draft steps, or another machine or batch size: R hardly depends on the drafter.",
         ]
     if low <= NOISE:
-        reasons = [f"{measured}: not distinguishable from 1, a drafter that is never right. Check:", *CHECKS]
-        return "broken", [*lost, *reasons] if lost else reasons
+        return "broken", _why_never_right(measured, acceptance_length, lost, predicted, passes)
     if low > break_even and (speedup_interval is None or speedup_interval[0] > 1):
         reasons = [f"{measured}: {speed:.2f} times as fast as plain decoding, and the whole interval pays."]
         if unchecked:
@@ -68,10 +73,10 @@ def verdict(
                 *lost,
             ]
         if flags:
-            reasons.append(f"Serve it with: {' '.join(flags)}")
+            reasons.append(f"Serve it with `{' '.join(flags)}`.")
         return "serve", reasons + lost
     if lost:
-        return "broken", [f"{measured}: {speed:.2f} times the speed of plain decoding.", *lost, "Check:", *CHECKS]
+        return "broken", [f"{measured}: {speed:.2f} times the speed of plain decoding.", *lost, *CHECKS]
     reasons = [f"{measured}: {speed:.2f} times the speed of plain decoding."]
     if break_even <= high:
         reasons.append("Break-even lies inside the interval: more prompts would decide.")
@@ -84,6 +89,28 @@ def verdict(
             f"have to pass {needed:.2f}."
         )
     return "fine-tune", reasons
+
+
+def _why_never_right(
+    measured: str,
+    served: float,
+    lost: list[str],
+    predicted: tuple[float, tuple[float, float]] | None,
+    passes: int | None,
+) -> list[str]:
+    """The drafter, the engine, or chance: nobody is blamed for what the walk or the number of passes says otherwise."""
+    never = f"{measured}: not distinguishable from 1, a drafter that is never right."
+    weak = []
+    if predicted and predicted[0] < ENGINE_LOSS * served:
+        length, (low, high) = predicted
+        weak = [
+            f"The walk over captured states predicts the same, {length:.2f} [{low:.2f}, {high:.2f}]: the drafter itself is weak, "
+            "not the engine. It was trained too little, or on too little or foreign text."
+        ]
+    if passes is not None and passes < FEW_PASSES:
+        few = f"Only {passes} verify passes were complete, and fewer than {FEW_PASSES} prove little: more prompts would decide."
+        return [*weak, never, few]
+    return [*weak, never] if weak else [*lost, never, *CHECKS]
 
 
 def _lost_by_the_engine(

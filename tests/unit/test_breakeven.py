@@ -42,7 +42,7 @@ def test_no_drafter_pays_once_break_even_reaches_a_perfect_one(r: float, steps: 
     [
         ((2.7, 3.1), 2.9, 2.46, 3, "serve", "1.18 times as fast"),
         ((1.02, 1.0), 1.0, 2.46, 3, "broken", "not distinguishable from 1"),
-        ((1.0, 1.01), 1.0, 0.9, 3, "broken", "Check"),
+        ((1.0, 1.01), 1.0, 0.9, 3, "broken", "Layer ids: the engine must"),
         ((1.7, 1.9), 1.8, 2.46, 3, "fine-tune", "misses break-even by 0.66"),
         ((2.3, 2.7), 2.5, 2.46, 3, "fine-tune", "more prompts would decide"),
         ((2.2, 2.6), 2.4, 2.46, 3, "fine-tune", "more prompts would decide"),
@@ -60,7 +60,7 @@ def test_verdict(interval: tuple[float, float], tau: float, r: float, steps: int
 def test_a_broken_drafter_comes_with_every_known_cause() -> None:
     _, reasons = verdict((1.0, 1.01), 1.0, 2.0, 3)
     assert reasons[1:] == list(CHECKS)
-    for word in ("layer ids", "head", "vocabulary map", "context", "RoPE", "chat template"):
+    for word in ("Layer ids", "Head", "Vocabulary map", "Context", "RoPE", "Chat template"):
         assert any(reason.startswith(word) for reason in reasons)
 
 

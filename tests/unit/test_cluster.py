@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -117,6 +118,32 @@ def test_connect_explains_an_address_where_nothing_answers() -> None:
     error = done.stderr.splitlines()[-1]
     assert error.startswith("ray_eagle.errors.ConfigError: no Ray cluster: 127.0.0.1:9"), done.stderr
     assert "bash cluster/local.sh start" in error
+
+
+def test_sigterm_ends_a_connected_process_as_ctrl_c_does() -> None:
+    code = f"""
+import os, signal, time
+from ray_eagle.cli_options import explained
+with explained(False):
+    {CONNECT.format("local")}
+    print("connected")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+"""
+    done = run_python(code)
+    assert done.stdout == "connected\n"
+    assert done.stderr.startswith("stopped: what was committed is kept") and "SIGTERM received" not in done.stderr
+
+
+@pytest.mark.parametrize("own", [signal.SIG_DFL, signal.SIG_IGN, lambda number, frame: None])
+def test_a_handler_of_ones_own_outlives_ray(own: Any) -> None:
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with cl._own_end():
+            signal.signal(signal.SIGTERM, lambda number, frame: os.abort())  # as ray.init does
+        assert signal.getsignal(signal.SIGTERM) is (cl._interrupt if own is signal.SIG_DFL else own)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def slow_fitting(bundle: dict[str, float], count: int, nodes: list[dict[str, float]]) -> int:

@@ -13,19 +13,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ray_eagle.drafter.convert import convert
-from ray_eagle.drafter.engines import parse_engine
+from ray_eagle.drafter.engines import NEWEST, parse_engine
 from ray_eagle.drafter.files import INDEX, WEIGHTS
 from ray_eagle.drafter.show import describe
 from ray_eagle.errors import ConfigError
 from ray_eagle.preflight.drafter import check_folder, passed
 from ray_eagle.preflight.report import Finding
+from ray_eagle.serving.versions import RELEASES
 from ray_eagle.target.sizes import read_target
 from tests.drafters import AQ_MEDAI, edit, kimi_config, llama_config, rename, retensor, sparse_drafter, tiny_folder
 from tests.tiny import VOCAB
 from tests.unit.test_checkpoint import BETAS, LLAMA3, ROPES
 
 D = 128
-NEW, OLD, VLLM = "sglang==0.5.23", "sglang==0.5.10", "vllm"
+NEW, OLD, VLLM = f"sglang=={NEWEST}", "sglang==0.5.10", "vllm"
 ids = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -144,6 +145,7 @@ FAULTS: dict[str, Fault] = {
     "ids not ascending": (edit(**both([4, 3, 1])), {}, None, "error", "layer ids [4, 3, 1]: expected three distinct"),
     "two ids": (edit(**both([1, 3])), {}, None, "error", "expected three layer ids"),
     "ids beyond the target": (edit(**both([1, 3, 8])), {}, None, "error", "expected below 8 (the target's layers)"),
+    "two copies of the ids": (edit(**{ids: [1, 2, 4]}), {}, None, "error", "is [1, 2, 4], but [1, 3, 4] in eagle_config"),
     "no ids": (edit(eagle_config=None, **{ids: None}), {}, None, "warning", "no layer ids in the config: |[1, 3, 4]"),
     "no ids, a shallow target": (
         edit(eagle_config=None, **{ids: None}), {"num_hidden_layers": 6}, None, "error", "has no default ids",
@@ -202,6 +204,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "SpecForge's norm_output": (edit(norm_output=True), {}, None, "warning", "SpecForge writes it and always feeds the un-n"),
     "no MLA on an MLA target": (lambda f: None, {"kv_lora_rank": 16}, NEW, "warning", "the target's attention backend"),
+    "a release that nobody here read": (lambda f: None, {}, "sglang==9.9.9", "warning", "sglang 9.9.9 is not known|0.5.23"),
     "a quantised target": (lambda f: None, {"quantization_config": {"x": 1}}, NEW, "warning", "the target is quantised"),
 }  # fmt: skip
 
@@ -261,6 +264,8 @@ GOOD: dict[str, tuple[Any, Any, str | None]] = {
         ), {"hidden_size": 64}, NEW,
     ),
     "two files and an index": (lambda f: tiny_folder(f, split), {}, None),
+    "ids at the top level alone": (lambda f: tiny_folder(f, edit(**{f"eagle_config__{ids}": None})), {}, NEW),
+    "ids in eagle_config alone": (lambda f: tiny_folder(f, edit(**{ids: None})), {}, NEW),
     "ids that DeepSeek's SGLang reads as outputs": (tiny_folder, DEEPSEEK, None),
     "true size, Kimi's nested config, an old SGLang's ids": (aq_medai, kimi_config, "reference"),
 }  # fmt: skip
@@ -324,3 +329,7 @@ def test_a_drafter_of_2_gigabytes_is_shown_and_checked_without_reading_it(tmp_pa
 def test_an_engine_that_is_not_known_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--engine"):
         parse_engine(text)
+
+
+def test_the_newest_known_release_is_the_newest_that_is_served() -> None:
+    assert list(RELEASES)[-1] == NEWEST and not parse_engine(NEW).beyond and not parse_engine("vllm==9.9.9").beyond

@@ -43,6 +43,26 @@ def test_show_works_on_what_cannot_be_trained(folder: Path) -> None:
     assert "latent attention" in out and "not trainable" in out
 
 
+@pytest.mark.parametrize(
+    ("ids", "word"), [("1,14,26", "'1,14,26'"), ([1, "3", 4], "'3'"), ({"a": 1}, "{'a': 1}"), (3, "3")]
+)
+def test_layer_ids_that_are_no_list_of_numbers_are_one_error(
+    folder: Path, tmp_path: Path, ids: object, word: str
+) -> None:
+    edit(eagle_config__eagle_aux_hidden_state_layer_ids=ids)(folder)
+    message = f"expected three layer ids (output of layer L, 0-based), found {word}."
+    code, out, _ = run("show", folder, "--json")
+    found = json.loads(out)
+    assert code == 0 and message in found["problem"] and found["shape"]["hidden_size"] == 32
+    code, out, _ = run("show", folder)
+    assert code == 0 and "not trainable" in out and "no list of them in the config" in out
+    code, out, _ = run("check", folder, "--target", llama_config(tmp_path / "target"), "--json")
+    (finding,) = json.loads(out)["findings"]
+    assert code == 1 and message in f"{finding['message']}"
+    code, out, _ = run("convert", folder, tmp_path / "new", "--aux-layers", "1,3,4", "--json")
+    assert (code, json.loads(out)["written_ids"]) == (0, [1, 3, 4])
+
+
 def test_check_ends_with_0_or_1_and_tells_a_way_out(folder: Path, tmp_path: Path) -> None:
     target = llama_config(tmp_path / "target")
     code, out, _ = run("check", folder, "--target", target, "--engine", "sglang==0.5.23")

@@ -108,7 +108,7 @@ def test_prompts_of_every_shape(raw: Any, shape: str, expected: list[str]) -> No
         (3, "messages", "expected a JSON object, found int"),
         ({}, "messages", "messages: expected a list that is not empty, found None"),
         ({"messages": []}, "messages", "messages: expected a list that is not empty, found []"),
-        ({"messages": "oops"}, "messages", "messages: expected JSON, found 'oops'"),
+        ({"messages": "oops"}, "messages", "messages: expected a list that is not empty, found 'oops'"),
         ({"messages": ["a"]}, "messages", "expected a message with a role, found str"),
         ({"messages": [{"role": "narrator", "content": "a"}]}, "messages", "unknown role 'narrator'"),
         ({"messages": [{"role": "system", "content": "a"}]}, "messages", "no message of a user"),
@@ -235,8 +235,8 @@ def test_chunks_end_by_bytes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("name", "content", "message"),
     [
         ("x.csv", b"a,b", r"expected \.jsonl, \.json, \.parquet, \.arrow or \.txt, found \.csv"),
-        ("x.json", b"{", "expected JSON, found"),
-        ("x.json", b"3", "expected a list of rows, found int"),
+        ("x.json", b'[{"text": "a"}, {"te', r"x\.json: expected JSON, found Unterminated string"),
+        ("x.json", b"3", r"x\.json: expected a list of rows, found int"),
         ("x.parquet", b"PAR1 not really", "is damaged"),
         ("x.arrow", b"ARROW1 not really", "is damaged"),
     ],
@@ -344,6 +344,26 @@ def test_a_file_without_a_usable_row_is_refused_with_the_first_reasons(tmp_path:
         InputError, match=r"found none \(row 1: turns: expected a list .*; row 2: turn 1: expected text"
     ):
         load_prompts(GenerateConfig(prompts=str(file)))
+
+
+def test_a_rejected_row_keeps_its_own_id(tmp_path: Path, target_folder: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    bad = [
+        {"id": "a2", "messages": []},
+        {"uuid": 7, "messages": []},
+        {"id": "\ud800", "messages": []},
+        {"messages": []},
+        3,
+    ]
+    good = {"id": "a2", "messages": TALK[1:3]}
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*bad, good]))
+    settings = GenerateConfig(prompts=str(file), answers="keep", shape="messages")
+    expected = ["a2", "7", "?", "", ""]
+    assert [row["source_id"] for row in load_rows(settings)[1]][:5] == expected
+    target = TargetConfig(path=str(target_folder))
+    (chunk,) = read_chunks(str(file))
+    rejected = tokenise_chunk(chunk, {}, frozenset(), "messages", target, read_facts(target), settings)[3]
+    assert [row["source_id"] for row in rejected][:5] == expected
 
 
 # --- near-duplicates at scale ---------------------------------------------------------------------------------------

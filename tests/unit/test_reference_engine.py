@@ -18,7 +18,9 @@ from ray_eagle.errors import CheckpointError, ConfigError, InputError
 from ray_eagle.probing.walk import walk_answer
 from ray_eagle.serving.engine import Speculation, Work
 from ray_eagle.serving.generation import Generation, complete_passes
+from ray_eagle.serving.messages import ConfigureRequest, GenerateRequest
 from ray_eagle.serving.reference import ReferenceEngine, load_engine, random_drafter
+from ray_eagle.serving.replica import Replica
 from tests.tiny import VOCAB, tiny_drafter, tiny_shape, tiny_target
 
 Fitted = tuple[Drafter, list[list[int]]]
@@ -382,6 +384,25 @@ def test_load_engine_takes_an_exported_drafter_or_a_random_one(target_folder: Pa
     assert again[0] == again[1] != again[2]
     bf16, _, _ = load_engine(target, ServeConfig(dtype="bfloat16"), tmp_path / "d", None, seed=0)
     assert bf16.model.dtype == torch.bfloat16 and len(bf16.speculate([1, 2, 3], 20, 3).tokens) == 20
+
+
+def test_a_request_decodes_as_configured_unless_it_says_otherwise(target_folder: Path) -> None:
+    serve = ServeConfig(dtype="float32", steps=2)
+    replica = Replica(TargetConfig(path=str(target_folder)), serve, None, tiny_shape(), 0)
+
+    def drafted(**asked: Any) -> tuple[int, int]:
+        """Longest chain of `generate` and of `stream`; 0 without speculation."""
+        request = GenerateRequest(input_ids=[1, 2, 3], max_new_tokens=12, **asked)
+        lines: list[Any] = []
+        replica.stream(request, lines.append)
+        both = replica.generate(request), lines[-1].reply
+        return tuple(max((len(p.drafted) for p in reply.passes), default=0) for reply in both)  # type: ignore[return-value]
+
+    now = replica.engine().speculation
+    assert now and (now.steps, drafted(), drafted(steps=5), drafted(plain=True)) == (2, (2, 2), (5, 5), (0, 0))
+    for speculation, steps in ((Speculation(steps=4), 4), (None, 0), (Speculation(steps=1), 1)):
+        assert replica.configure(ConfigureRequest(speculation=speculation)).speculation == speculation
+        assert (drafted(), drafted(steps=5), drafted(plain=True)) == ((steps, steps), (5, 5), (0, 0))
 
 
 def test_load_engine_refuses_a_drafter_of_another_target(target_folder: Path, tmp_path: Path) -> None:

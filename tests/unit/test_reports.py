@@ -12,7 +12,7 @@ from ray_eagle.probing.acceptance import acceptance
 from ray_eagle.probing.differences import differences_from
 from ray_eagle.probing.reports import evenly, length_bucket, mean_context
 from ray_eagle.probing.speed import Timing, speedup_interval
-from ray_eagle.probing.verdict import CHECKS, verdict
+from ray_eagle.probing.verdict import CHECKS, FEW_PASSES, verdict
 from ray_eagle.serving.engine import Speculation
 from tests.unit.test_sweep import PROMPTS, reply
 
@@ -72,13 +72,52 @@ def test_a_gap_counts_only_where_the_plain_answer_came_the_same_way() -> None:
 def test_a_verdict_names_the_engine_when_the_walk_saw_clearly_more() -> None:
     high = (2.9, (2.8, 3.0))
     name, reasons = verdict((1.5, 1.7), 1.6, 2.0, 3, predicted=high)
-    assert name == "broken" and "the engine is at fault" in reasons[1] and reasons[3:] == list(CHECKS)
+    assert name == "broken" and "the engine is at fault" in reasons[1] and reasons[2:] == list(CHECKS)
     name, reasons = verdict((1.0, 1.01), 1.0, 2.0, 3, predicted=high)
     assert name == "broken" and "the engine is at fault" in reasons[0]
     name, reasons = verdict((2.2, 2.4), 2.3, 2.0, 3, predicted=high, flags=["--a", "b"])
-    assert name == "serve" and "Serve it with: --a b" in reasons and "the engine is at fault" in reasons[-1]
+    assert name == "serve" and "Serve it with `--a b`." in reasons and "the engine is at fault" in reasons[-1]
     name, reasons = verdict((1.5, 1.7), 1.6, 2.0, 3, predicted=(1.65, (1.6, 1.7)))
     assert name == "fine-tune" and "would have to pass 2.06" in reasons[-1]
+
+
+def test_a_drafter_that_the_walk_finds_as_weak_is_not_the_engines_fault() -> None:
+    name, reasons = verdict((1.0, 1.01), 1.0, 2.0, 3, predicted=(1.01, (1.0, 1.02)), passes=400)
+    assert name == "broken" and not set(reasons) & set(CHECKS)
+    assert reasons[0].startswith(
+        "The walk over captured states predicts the same, 1.01 [1.00, 1.02]: the drafter itself"
+    )
+    unlike = (1.3, (1.0, 1.6))  # neither the same nor clearly more
+    assert verdict((1.0, 1.01), 1.0, 2.0, 3, predicted=unlike, passes=400)[1][1:] == list(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("passes", "words"), [(29, "more prompts would decide"), (30, "Layer ids"), (None, "Layer ids")]
+)
+def test_a_few_passes_without_an_accepted_draft_blame_nobody(passes: int | None, words: str) -> None:
+    for predicted, first in (
+        (None, "Acceptance length 1.00"),
+        ((1.0, (1.0, 1.0)), "The walk"),
+        ((2.9, (2.8, 3.0)), ""),
+    ):
+        _, reasons = verdict((1.0, 1.0), 1.0, 2.0, 3, predicted=predicted, passes=passes)
+        assert reasons[0].startswith(first)
+        assert bool(set(reasons) & set(CHECKS)) == (passes != 29 and first != "The walk")
+        assert (words in " ".join(reasons)) == (passes == 29 or first != "The walk")
+    assert 0.9**FEW_PASSES < 0.05 < 0.9 ** (FEW_PASSES - 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_reasons_read_as_sentences(seed: int) -> None:
+    rng = random.Random(seed)
+    served, predicted = rng.uniform(1, 4), rng.uniform(1, 4)
+    _, reasons = verdict(
+        (max(1.0, served - rng.random()), served + rng.random()), served, rng.uniform(0.9, 4.5), 3,
+        speedup_interval=rng.choice([None, (0.9, 1.1), (1.1, 1.2)]),
+        predicted=rng.choice([None, (predicted, (predicted - 0.1, predicted + 0.1))]),
+        flags=rng.choice([[], ["--a", "b"]]), unchecked=rng.random() < 0.3, passes=rng.choice([None, 5, 500]),
+    )  # fmt: skip
+    assert reasons and all(reason.endswith(".") and reason[0].isupper() for reason in reasons), reasons
 
 
 def test_a_verdict_waits_for_the_speed_ups_own_interval() -> None:
@@ -87,8 +126,8 @@ def test_a_verdict_waits_for_the_speed_ups_own_interval() -> None:
 
 
 def test_text_that_is_not_the_targets_outweighs_every_figure() -> None:
-    name, reasons = verdict((2.9, 3.1), 3.0, 1.5, 3, faults=["p7 at token 3"])
-    assert name == "broken" and "p7 at token 3" in reasons
+    name, reasons = verdict((2.9, 3.1), 3.0, 1.5, 3, faults=["It parts at p7."])
+    assert name == "broken" and "It parts at p7." in reasons
 
 
 @pytest.mark.parametrize(
