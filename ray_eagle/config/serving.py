@@ -19,7 +19,7 @@ class ServeConfig(Section):
     gpus: Annotated[float, Field(ge=0)] = 0
     """GPUs of the replica; sglang and vllm spread the target over all of them (tensor parallel)."""
     steps: Positive = 3
-    """Draft steps of each speculative cycle that an sglang or vllm server starts with; a probe sets its own."""
+    """Draft steps of each speculative cycle that the server starts with; a probe sets its own."""
     topk: Positive = 1
     """Branches of each draft step (sglang only); 1 drafts a chain."""
     draft_tokens: Positive | None = None

@@ -14,11 +14,11 @@ from typing import Any, BinaryIO
 
 from ray_eagle.drafter.contents import MAPS, Contents, check_map, read_contents, read_map, tensor_faults
 from ray_eagle.drafter.engines import Engine
-from ray_eagle.drafter.files import FLOAT_DTYPES, SAFETENSORS_DTYPES, WEIGHTS, read_config, read_stored
+from ray_eagle.drafter.files import FLOAT_DTYPES, SAFETENSORS_DTYPES, WEIGHTS, fault, read_config, read_stored
 from ray_eagle.drafter.names import EMBEDDING, LAYER_0, MIDLAYER, Naming
 from ray_eagle.drafter.sglang import sglang_config
 from ray_eagle.drafter.speculators import LAYERS, NESTED, speculators_config
-from ray_eagle.drafter.variant import MARK, Format, Outputs, Variant, read_variant, target_faults
+from ray_eagle.drafter.variant import MARK, REORDER, Format, Outputs, Variant, in_order, read_variant, target_faults
 from ray_eagle.errors import ConfigError, InputError, TargetError
 from ray_eagle.run import replacing
 from ray_eagle.target.sizes import TargetSizes
@@ -80,6 +80,11 @@ def convert(
         raise InputError(
             f"{source}: --to speculators: expected a Llama layer, which is all that speculators knows, found latent "
             "attention. vLLM reads SGLang's format: --to sglang --engine vllm."
+        )
+    if not in_order(variant):
+        found, expected = list(variant.written_ids or ()), "three distinct ids, ascending"
+        raise fault(
+            "drafter config", where=f"{source}/config.json, {LAYERS}", expected=expected, found=found, fix=REORDER
         )
     contents = read_contents(source, variant)
     for problem in tensor_faults(variant, contents):

@@ -26,6 +26,7 @@ MARK = "ray_eagle_layer_ids"
 """Key that says what the ids of a config mean which were translated for an engine."""
 OPTIONS = ("norm_before_fc", "norm_before_residual", "norm_output", "fc_norm")
 THREE_IDS = "three layer ids (output of layer L, 0-based)"
+REORDER = "Write the ids that it was trained on, ascending, and reorder the columns of fc to match."
 ORIGINAL = "Take the original config.json, with the layer ids that the drafter was trained on."
 Format = Literal["sglang", "speculators"]
 Outputs = tuple[int, int, int]
@@ -170,6 +171,12 @@ def _variant(config: dict[str, Any], shape: DrafterShape, speculators: bool) -> 
         target_hidden_size=int(config.get("target_hidden_size") or shape.hidden_size),
         own_embedding=bool(config.get("embed_requires_grad")),
     )
+
+
+def in_order(variant: Variant) -> bool:
+    """Whether engines can capture as the config's layer ids say: in layer order, once each. True without any ids in it."""
+    ids = variant.shape.aux_layers
+    return variant.written_ids is None or 0 <= ids[0] < ids[1] < ids[2]
 
 
 def _is_numbers(ids: Any) -> bool:

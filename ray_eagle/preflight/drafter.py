@@ -12,7 +12,7 @@ from ray_eagle.drafter.engines import NEWEST, Engine
 from ray_eagle.drafter.files import FLOAT_DTYPES, read_config
 from ray_eagle.drafter.names import EMBEDDING, MODEL
 from ray_eagle.drafter.speculators import LAYERS, NESTED
-from ray_eagle.drafter.variant import Variant, read_variant, target_faults
+from ray_eagle.drafter.variant import REORDER, Variant, in_order, read_variant, target_faults
 from ray_eagle.errors import CheckpointError, EagleError
 from ray_eagle.preflight.estimate import human_bytes
 from ray_eagle.preflight.latent import latent_findings
@@ -110,16 +110,14 @@ def _config(folder: Path, variant: Variant, layer: dict[str, Any]) -> Iterator[F
             f"{where}: no draft_vocab_size: SGLang reads it without a default, and does not start.",
             f"Write draft_vocab_size: {shape.draft_vocab_size}.",
         )
-    if variant.written_ids is not None and variant.format == "sglang":
-        ids = variant.shape.aux_layers
-        if len(set(ids)) < 3 or list(ids) != sorted(ids) or min(ids) < 0:
-            yield Finding(
-                level="error",
-                check="aux layers",
-                message=f"{where}: layer ids {list(variant.written_ids)}: expected three distinct ids, ascending: engines "
-                "capture in layer order, once each, whatever stands here.",
-                fix="Write the ids that it was trained on, ascending, and reorder the columns of fc to match.",
-            )
+    if not in_order(variant):
+        yield Finding(
+            level="error",
+            check="aux layers",
+            message=f"{where}: layer ids {list(variant.written_ids or ())}: expected three distinct ids, ascending: engines "
+            "capture in layer order, once each, whatever stands here.",
+            fix=REORDER,
+        )
     if layer.get("quantization_config"):
         yield tell(
             "error",

@@ -229,6 +229,7 @@ def build_report(
         flags=flags,
         faults=faults,
         unchecked=bool(differences) and all(d.gap is None for d in differences),
+        passes=whole.verify_passes,
     )
     context = mean_context(replies)
     unordered = sum(any(p.start < 0 for p in reply.passes) for reply in replies)

@@ -219,10 +219,17 @@ def test_what_cannot_be_converted_leaves_nothing_behind(tmp_path: Path) -> None:
     good = tiny_folder(tmp_path / "good")
     damaged = tiny_folder(tmp_path / "damaged", retensor(lambda t: t.pop("lm_head.weight")))
     latent = tiny_folder(tmp_path / "latent", edit(architectures=["Eagle3DeepseekV2ForCausalLM"]))
+    twice = {"eagle_aux_hidden_state_layer_ids": [1, 3, 3]}
+    misread = tiny_folder(tmp_path / "misread", edit(eagle_config=twice, **twice))
     other = read_target(llama_config(tmp_path / "target", vocab_size=320))
     refusals: list[tuple[type[EagleError], str, Any]] = [
         (CheckpointError, "missing", lambda to: convert(damaged, to, "sglang")),
         (CheckpointError, "kv_lora_rank", lambda to: convert(latent, to, "sglang")),
+        (
+            CheckpointError,
+            r"three distinct ids, ascending, found \[1, 3, 3\]",
+            lambda to: convert(misread, to, "sglang"),
+        ),
         (CheckpointError, "another target: vocab_size", lambda to: convert(good, to, "sglang", target=other)),
         (ConfigError, "--to sglang", lambda to: convert(good, to, "speculators", engine=parse_engine("sglang"))),
         (ConfigError, "--target", lambda to: convert(good, to, "sglang", engine=parse_engine("sglang"))),
