@@ -73,17 +73,25 @@ class Page:
             time.sleep(0.05)
 
     def type(self, selector: str, text: str) -> None:
-        """As a person does: focus, select all, insert."""
+        """As a person does: focus, select all, insert, and see it there."""
         self.run(f"document.querySelector({json.dumps(selector)}).focus(), document.activeElement.select()")
         self.call("Input.insertText", text=text)
+        self.until(f"document.querySelector({json.dumps(selector)}).value === {json.dumps(text)}")
 
     def click(self, selector: str) -> None:
-        """At the middle of the element, by mouse."""
-        self.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})")
-        x, y = self.run(
-            f"(r => [r.x + r.width / 2, r.y + r.height / 2])(document.querySelector({json.dumps(selector)})"
-            ".getBoundingClientRect())"
+        """At the middle of the element, by mouse, once it stands still with nothing over it: a busy page lays out late."""
+        middle = (
+            f"(e => {{ e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect();"
+            " const at = [r.x + r.width / 2, r.y + r.height / 2];"
+            " return [...at, !e.disabled && e.contains(document.elementFromPoint(...at))] })"
+            f"(document.querySelector({json.dumps(selector)}))"
         )
+        deadline, before = time.monotonic() + WAIT_S, None
+        while (place := self.run(middle)) != before or not place[2]:
+            assert time.monotonic() < deadline, f"cannot be clicked: {selector}"
+            before = place
+            time.sleep(0.05)
+        x, y, _ = place
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
