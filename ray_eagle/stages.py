@@ -1,7 +1,7 @@
 """The pipeline: which stage reads what, when one is done, and what `run` decides on the way.
 
-What works is imported where it is called: torch, transformers and Ray Serve take seconds, and a wrong setting, a stage that is
-done and the arithmetic need none of them.
+What works is imported where it is called: torch, transformers and Ray Serve take seconds to import, and no stage needs all of
+them.
 """
 
 import hashlib
