@@ -5,9 +5,6 @@ stderr; with --address, stdout is the job's log.
 """
 
 import json
-import logging
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn, TextIO
@@ -25,6 +22,7 @@ from ray_eagle.cli_serve import HELP as SERVE_HELP
 from ray_eagle.cli_serve import serve_command
 from ray_eagle.config import Config
 from ray_eagle.errors import ConfigError
+from ray_eagle.output import quiet, stdout_for_results
 from ray_eagle.settings import LoadedConfig, as_yaml, load_config
 
 HELP = {
@@ -83,7 +81,7 @@ def _stage_command(name: str) -> None:
             if address:
                 extra = ["--redo"] * redo + ["--from-shards"] * from_shards + ["--json"] * json_output
                 _submit(name, loaded, address, extra)
-            with _stdout_for_results() as out:
+            with stdout_for_results() as out:
                 _run_stage(name, loaded.config, redo, from_shards, json_output, in_job, out)
 
 
@@ -112,9 +110,9 @@ def preflight_command(
         flags = gpu_flags(gpus, free_gpus, pid, yes)
         if address:
             _submit("preflight", loaded, address, flags + ["--json"] * json_output)
-        with _stdout_for_results() as out:
+        with stdout_for_results() as out:
             if flags:
-                _quiet(loaded.config)
+                quiet(loaded.config)
                 gpus_command(loaded.config, free_gpus, pid or [], yes, json_output, out)
             else:
                 _run_stage("preflight", loaded.config, redo, False, json_output, in_job, out)
@@ -137,7 +135,7 @@ def run_all(
         loaded = load_config(config, preset, list(context.args))
         if address:
             _submit("run", loaded, address, (["--redo", redo] if redo else []) + ["--json"] * json_output)
-        with _stdout_for_results() as out, _pipeline(loaded.config, in_job) as pipeline:
+        with stdout_for_results() as out, _pipeline(loaded.config, in_job) as pipeline:
             from ray_eagle.stages import ORDER, copy_config
 
             if redo and redo not in ORDER:
@@ -160,7 +158,7 @@ def serve_until_stopped(
 ) -> None:
     with _explained(debug):
         loaded = load_config(config, preset, list(context.args)).config
-        with _stdout_for_results() as out, _pipeline(loaded, False) as pipeline:
+        with stdout_for_results() as out, _pipeline(loaded, False) as pipeline:
             serve_command(pipeline.config, pipeline.run, random, json_output, out)
 
 
@@ -216,7 +214,7 @@ def plan_command(
 ) -> None:
     with _explained(debug):
         loaded = load_config(config, preset, list(context.args)).config
-        with _stdout_for_results() as out, _pipeline(loaded, False) as pipeline:
+        with stdout_for_results() as out, _pipeline(loaded, False) as pipeline:
             from ray_eagle.hidden_states.forecast import forecast
             from ray_eagle.report.table import render_forecast
 
@@ -330,7 +328,7 @@ def _run_folder(config: Config, in_job: bool = False) -> Any:
     from ray_eagle.run import RunFolder
 
     folder = RunFolder.open(config.run, in_job=in_job)
-    _quiet(config)
+    quiet(config)
     return folder
 
 
@@ -367,32 +365,6 @@ def _progress(in_job: bool = False) -> Any:
 
     console = Console(stderr=True)
     return TerminalProgress(console) if console.is_terminal and not in_job else LogProgress()
-
-
-@contextmanager
-def _stdout_for_results() -> Iterator[TextIO]:
-    """Yields the real stdout, and sends whatever libraries print there to stderr meanwhile."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    out = os.fdopen(os.dup(kept), "w")
-    try:
-        yield out
-    finally:
-        out.close()
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def _quiet(config: Config) -> None:
-    """Libraries' own bars and greetings are not ours to show. They read these variables when they are imported."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if not any(str(source).startswith("hub:") for source in (config.generate.prompts, config.probe.prompts)):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    for name in ("ray.serve", "ray.train", "ray.data", "ray"):
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -54,9 +54,9 @@ def test_wrong_usage_is_told_before_anything_slow_is_imported(tmp_path: Path) ->
 @pytest.mark.parametrize(("prompts", "offline"), [("builtin", "1"), ("hub:people/chats", None)])
 def test_libraries_are_quiet_and_ask_the_hub_only_for_its_own_prompts(prompts: str, offline: str | None) -> None:
     program = (
-        "import os, sys\nfrom ray_eagle.cli import _quiet\nfrom ray_eagle.settings import load_config\n"
+        "import os, sys\nfrom ray_eagle.output import quiet\nfrom ray_eagle.settings import load_config\n"
         "os.environ.pop('HF_HUB_OFFLINE', None)\n"
-        "_quiet(load_config(flags=['--generate.prompts', sys.argv[1]]).config)\n"
+        "quiet(load_config(flags=['--generate.prompts', sys.argv[1]]).config)\n"
         "from transformers.utils.logging import get_verbosity, is_progress_bar_enabled\n"
         "print(is_progress_bar_enabled(), get_verbosity(), os.environ.get('HF_HUB_OFFLINE'))"
     )
