@@ -198,9 +198,8 @@ def replacing(final: Path) -> Iterator[BinaryIO]:
             os.fsync(stream.fileno())
         temporary.replace(final)
     except BaseException as error:
-        with contextlib.suppress(
-            OSError
-        ):  # where nothing can be written nothing can be deleted: the first error counts
+        # where nothing can be written nothing can be deleted: the first error counts
+        with contextlib.suppress(OSError):
             temporary.unlink()
         if isinstance(error, OSError) and error.errno and error.filename in (None, str(temporary)):
             raise OSError(error.errno, error.strerror, str(final)) from None
