@@ -6,6 +6,7 @@ be multiples of 16: rows are padded with zeros, which add nothing.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,10 +85,14 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype, *, fast: bool = Fals
 def add_product(sum_MN: Tensor, a: Quantised, b: Quantised, empty: bool = False) -> None:
     """sum += a [M, K] times b [N, K] transposed; sum = that where it is still `empty`.
 
-    The sum is float32; the product comes in bfloat16, which rounds far less than 8 bits did and is half to write and read.
+    The sum is float32. What is added to it comes in bfloat16, which rounds far less than 8 bits did and is half to write and read.
     """
-    product_MN = _multiply(a, b, torch.bfloat16)
-    sum_MN.copy_(product_MN) if empty else sum_MN.add_(product_MN)
+    if not empty:
+        sum_MN.add_(_multiply(a, b, torch.bfloat16))
+    elif sum_MN.is_cuda and a.values.numel():
+        _scaled_mm(a, b, sum_MN.dtype, out=sum_MN)
+    else:
+        sum_MN.copy_(_multiply(a, b, sum_MN.dtype))
 
 
 def _multiply(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool = False) -> Tensor:
@@ -97,4 +102,9 @@ def _multiply(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool = False
         wide = torch.promote_types(dtype, torch.float32)
         scaled = [q.values.to(wide) * q.scale.to(wide) for q in (a, b)]
         return (scaled[0] @ scaled[1].T).to(dtype)
-    return torch._scaled_mm(a.values, b.values.T, a.scale, b.scale, out_dtype=dtype, use_fast_accum=fast)
+    return _scaled_mm(a, b, dtype, use_fast_accum=fast)
+
+
+def _scaled_mm(a: Quantised, b: Quantised, dtype: torch.dtype, **more: Any) -> Tensor:
+    found: Tensor = torch._scaled_mm(a.values, b.values.T, a.scale, b.scale, out_dtype=dtype, **more)
+    return found

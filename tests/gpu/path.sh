@@ -2,7 +2,8 @@
 #   learn      generate, extract, train                                  about 5 min
 #   serve      probe with SGLang in bfloat16 at concurrency 1, 4, 16     about 5 min
 #   breakeven  the same with a random drafter                            about 3 min
-#   heavy      the same drafter before a target that answers like SmolLM2 with many times its work, then a random one: 6 min
+#   heavy      the same drafter before a target that answers like SmolLM2 with many times its work    about 4 min
+#   heavy-breakeven                                     a random one before it                        about 4 min
 #   exact      float16: SGLang's text against plain decoding             about 3 min
 # Settings: path.yaml, and whatever $EXTRA adds. Logs, probe.json, breakeven.json and SGLang's logs go to $OUT.
 export HF_HUB_OFFLINE=1 TQDM_DISABLE=1 RAY_AUTH_MODE=disabled OUT=${OUT:-/tmp/run/out}
@@ -41,7 +42,8 @@ print("  by length", {k: round(v["acceptance_length"], 3) for k, v in s["by_prom
 PY
 }
 
-compare() { # a probe, a break-even: R with a trained drafter and with a random one
+compare() { # a probe, a break-even: R with a trained drafter and with a random one, once both are there
+  [ -e "$1" ] && [ -e "$2" ] || return 0
   $PY - "$@" <<'PY'
 import json, sys
 trained, random = (json.load(open(path)) for path in sys.argv[1:])
@@ -67,14 +69,20 @@ for part in "$@"; do
       rm -rf "$RUN/probes/breakeven"; LINES_SHOWN=8 stage breakeven breakeven 450
       compare "$RUN/probe-bfloat16.json" "$RUN/probes/breakeven/breakeven.json"
       cp "$RUN/probes/breakeven/breakeven.json" "$OUT/" ;;
-    heavy)
-      [ -e "$HEAVY/config.json" ] || $PY -m tests.gpu.heavy ${SOURCE:-/tmp/gpu/model/target} "$HEAVY" ${HEAVY_SIZE:---layers 170 --intermediate 32768}
-      given="--target.path $HEAVY --drafter.path $RUN/drafter --serve.memory_share 0.42"
-      RUN=$RUN-heavy stage probe probe-heavy 400 $given --redo
-      RUN=$RUN-heavy stage breakeven breakeven-heavy 400 $given --redo
-      figures heavy "$RUN-heavy/probes/given/probe.json"
-      compare "$RUN-heavy/probes/given/probe.json" "$RUN-heavy/probes/breakeven/breakeven.json"
-      cp "$RUN-heavy/probes/given/probe.json" "$OUT/probe-heavy.json"; cp "$RUN-heavy/probes/breakeven/breakeven.json" "$OUT/breakeven-heavy.json" ;;
+    heavy | heavy-breakeven)
+      [ -e "$HEAVY/config.json" ] || $PY -m tests.gpu.heavy ${SOURCE:-/tmp/gpu/model/target} "$HEAVY" ${HEAVY_SIZE:---layers 500 --intermediate 8192}
+      given="--target.path $HEAVY --drafter.path $RUN/drafter --serve.memory_share 0.42 --redo"
+      given="$given --probe.limit 32 --probe.plain_prompts 32 --probe.max_new_tokens 64 --breakeven.prompts 32 --breakeven.max_new_tokens 64"
+      # capturing prefill's graphs of so many layers takes SGLang two minutes
+      args='["--attention-backend","triton","--sampling-backend","pytorch","--grammar-backend","none","--max-total-tokens","65536","--disable-prefill-cuda-graph"]'
+      if [ $part = heavy ]; then
+        RUN=$RUN-heavy stage probe probe-heavy 400 $given --serve.args "$args"
+        figures heavy "$RUN-heavy/probes/given/probe.json"; cp "$RUN-heavy/probes/given/probe.json" "$OUT/probe-heavy.json"
+      else
+        RUN=$RUN-heavy LINES_SHOWN=8 stage breakeven breakeven-heavy 400 $given --serve.args "$args"
+        cp "$RUN-heavy/probes/breakeven/breakeven.json" "$OUT/breakeven-heavy.json"
+      fi
+      compare "$RUN-heavy/probes/given/probe.json" "$RUN-heavy/probes/breakeven/breakeven.json" ;;
     exact)
       rm -rf "$RUN/probes/trained"; stage probe probe-float16 400 --redo --serve.dtype float16 --probe.concurrencies '[1]'
       figures float16 "$RUN/probes/trained/probe.json"

@@ -175,10 +175,11 @@ def test_eight_bits_on_the_gpu_equal_their_emulation(fast: pointwise.Pointwise) 
         products = []
         for device in (GPU, torch.device("cpu")):
             x, y = fp8.quantise([a.to(device)], kind), fp8.quantise([b.to(device)], fp8.FORWARD)
-            total = torch.ones(4096, 4096, device=device)
-            fp8.add_product(total, x.transposed(), fp8.quantise([a.to(device)], fp8.FORWARD).transposed())
+            sums = torch.full((2, 4096, 4096), 1e4, device=device)
+            for total, empty in zip(sums, (False, True), strict=True):
+                fp8.add_product(total, x.transposed(), fp8.quantise([a.to(device)], fp8.FORWARD).transposed(), empty)
             both = [fp8.product(x, y, torch.bfloat16, fast=few_bits) for few_bits in (False, True)]
-            products.append((x.values.float(), *both, total))
+            products.append((x.values.float(), *both, sums[0] - 1e4, sums[1]))
         for one, other in zip(*products, strict=True):
             assert one.shape == other.shape and relative(one, other) < 1e-2
     step = Step(1)

@@ -198,9 +198,10 @@ def test_quantised_numbers_and_products(kind: torch.dtype, tolerance: float) -> 
     assert ((back - a).abs() <= tolerance * a.abs() + 1e-2 * a.abs().max()).all() and not torch.equal(back, a)
     product = fp8.product(qa, qb, torch.float32)
     assert product.shape == (21, 48) and ((product - a @ b.T).norm() / (a @ b.T).norm()) < tolerance
-    total = torch.ones(32, 32)
-    fp8.add_product(total, qa.transposed(), qa.transposed())
-    assert ((total - 1 - a.T @ a).norm() / (a.T @ a).norm()) < 2 * tolerance
+    for empty in (False, True):
+        total = torch.ones(32, 32)
+        fp8.add_product(total, qa.transposed(), qa.transposed(), empty)
+        assert ((total - float(not empty) - a.T @ a).norm() / (a.T @ a).norm()) < 2 * tolerance
     parts = [a[:5], a[5:5], a[5:]]
     whole, zeros = fp8.quantise(parts, kind), torch.zeros(11, 32)
     assert whole.values.shape == (32, 32) and torch.equal(whole.scale, qa.scale)
