@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ray_eagle.cluster import ensure_resources, marked
+from ray_eagle.cluster import connect, ensure_resources, marked
 from ray_eagle.config import Config, GenerateConfig, TargetConfig
 from ray_eagle.conversations.batches import Batch, commit, gather_rejected, plan_batches
 from ray_eagle.conversations.chat import Made, TokenChat
@@ -83,8 +83,8 @@ class Generator:
 def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress) -> Outcome:
     """Conversations from the prompts or conversations of the input; write part-*.jsonl, rejected.jsonl and summary.json.
 
-    What a committed part holds is not made again. Raises InputError when no row of the input can be used, LockedError
-    while another driver generates into this run.
+    What a committed part holds is not made again. Joins the cluster where it needs one, once the input is read. Raises
+    InputError when no row of the input can be used, LockedError while another driver generates into this run.
     """
     folder = run.of("generate")
     with Lock(folder):
@@ -176,6 +176,7 @@ def _answer_here(waiting: list[Batch], config: Config, facts: TargetFacts, folde
     import ray
 
     settings = config.generate
+    connect(config.ray)
     ensure_resources({"CPU": settings.cpus, "GPU": settings.gpus}, settings.actors, config.ray.wait_s)
     actor = ray.remote(Generator)
     pool = ActorPool(

@@ -63,6 +63,22 @@ def test_libraries_are_quiet_and_ask_the_hub_only_for_its_own_prompts(prompts: s
     assert python(program, prompts) == f"False {logging.ERROR} {offline}"
 
 
+def test_a_damaged_prompts_file_is_told_before_a_cluster_starts(tmp_path: Path, target_folder: Path) -> None:
+    program = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom ray_eagle.cli import app\n"
+        "for answers in ('regenerate', 'keep'):\n"
+        "    words = ['generate', '--generate.answers', answers, *sys.argv[1:]]\n"
+        "    print(CliRunner().invoke(app, words).stderr.partition('error: ')[2])\n"
+        "import ray\nprint(ray.is_initialized())"
+    )
+    file = tmp_path / "prompts.json"
+    file.write_text('[{"turns": ["cut sh')
+    words = ["--run", tmp_path / "run", "--target.path", target_folder, "--generate.prompts", file]
+    *errors, started = python(program, *map(str, words)).split("\n\n")
+    assert [error.partition(", found ")[0] for error in errors] == [f"prompts file {file}: expected JSON"] * 2
+    assert started == "False"
+
+
 # --- help -----------------------------------------------------------------------------------------------------------
 
 
