@@ -54,20 +54,21 @@ def cpu_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def check_disk(run: Folder, needed: int, min_free_gib: float) -> list[Finding]:
-    """Free disk at a local run folder against `needed` bytes, with `min_free_gib` to remain."""
+def check_disk(run: Folder, needed: int | None, min_free_gib: float) -> list[Finding]:
+    """Free disk at a local run folder against `needed` bytes (None: not known), with `min_free_gib` to remain."""
+    coming = "an unknown amount" if needed is None else human_bytes(needed)
     existing = run.disk()
     if existing is None:
         return [
             Finding(
                 level="ok",
                 check="disk",
-                message=f"{human_bytes(needed)} will go to {run.path}; free space is not known.",
+                message=f"{coming} will go to {run.path}; free space is not known.",
             )
         ]
     free = shutil.disk_usage(existing).free
-    message = f"{human_bytes(needed)} of hidden states to come, {human_bytes(free)} free at {existing}."
-    if free - needed < min_free_gib * GIB:
+    message = f"{coming} of hidden states to come, {human_bytes(free)} free at {existing}."
+    if free - (needed or 0) < min_free_gib * GIB:
         message += f" {min_free_gib:g} GiB must remain."
         fix = "Put `run` on a larger disk, or lower generate.limit or extract.max_length."
         return [Finding(level="error", check="disk", message=message, fix=fix)]
