@@ -102,6 +102,13 @@ def test_help_shows_what_may_be_typed() -> None:
         assert name.startswith("  --") and described.startswith("      ") and described[6] != " "
 
 
+@pytest.mark.parametrize("stage", ["generate", "extract"])
+def test_help_of_a_stage_shows_what_it_takes_from_captured_states(stage: str) -> None:
+    out = run(stage, "--help")[1]
+    for name in (f"{stage}.actors", "states.path", "states.layers"):
+        assert f"\n  --{name} " in out
+
+
 # --- verify ---------------------------------------------------------------------------------------------------------
 
 
