@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from ray_eagle.config import Config, ServeConfig
 from ray_eagle.preflight.estimate import human_bytes
 from ray_eagle.preflight.report import Finding
 from ray_eagle.run import Folder
+from ray_eagle.serving.listening import bindable
 
 GIB = 1 << 30
 SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
@@ -125,19 +125,8 @@ def check_environment(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def check_port(config: ServeConfig) -> list[Finding]:
-    """serve.port can be bound; 0 takes a free one at the time."""
+    """serve.port can be bound; 0 takes a free one at the time. Raises ServingError."""
     if not config.port:
         return []
-    try:
-        socket.create_server((config.host, config.port)).close()
-    except OSError as error:
-        message = f"serve.host {config.host}, serve.port {config.port}: cannot be bound ({error.strerror})."
-        return [
-            Finding(
-                level="error",
-                check="port",
-                message=message,
-                fix="Choose another serve.port, or 0 for a free one; serve.host is an address of this machine.",
-            )
-        ]
+    bindable(config.host, config.port)
     return [Finding(level="ok", check="port", message=f"{config.host}:{config.port} is free.")]

@@ -268,12 +268,17 @@ def test_simulated_acceptance_is_an_error(target: Path, tmp_path: Path, monkeypa
     assert error.fix == "unset SGLANG_SIMULATE_ACC_LEN"
 
 
-def test_taken_port_is_an_error_and_a_free_one_is_not(target: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+@pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
+def test_taken_port_is_an_error_and_a_free_one_is_not(
+    target: Path, tmp_path: Path, host: str, family: socket.AddressFamily
+) -> None:
+    with socket.create_server((host, 0), family=family) as server:
         port = server.getsockname()[1]
-        config = settings(target, tmp_path / "run", "--serve.port", str(port))
+        config = settings(target, tmp_path / "run", "--serve.host", host, "--serve.port", str(port))
         (error,) = bad(check(config))
-        assert f"serve.port {port}: cannot be bound" in error.message
+        assert error.message == (  # as `serve` says it
+            f"server: cannot listen on {host}:{port} (Address already in use). Set serve.port to a free one, or 0."
+        )
     assert check(config).ok
 
 
