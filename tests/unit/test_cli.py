@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from ray.exceptions import RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
 from typer.testing import CliRunner
 
 from ray_eagle.cli import app
@@ -207,6 +207,7 @@ def in_a_task(error: OSError) -> OSError:
         (PermissionError(errno.EACCES, "Permission denied", "/run/a"), "failed: /run/a: expected .* found Permission denied. "),
         (in_a_task(PermissionError(errno.EACCES, "Denied", "/run/b")), "failed: /run/b: expected .* found Denied. "),
         (OSError("GetObject:\n  AccessDenied"), "failed: OSError: expected .* found GetObject: AccessDenied. "),
+        (TimeoutError(errno.ETIMEDOUT, "Timed out", "/nfs/c"), "failed: /nfs/c: expected .* found Timed out. "),
     ],
 )  # fmt: skip
 def test_what_the_system_refuses_is_one_line_and_a_traceback_only_when_asked(
@@ -223,3 +224,24 @@ def test_what_the_system_refuses_is_one_line_and_a_traceback_only_when_asked(
     assert raised.value is error
     with pytest.raises(BrokenPipeError), explained(debug=False):  # `ray-eagle report | head`
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (TimeoutError(), "TimeoutError: expected .* found silence. "),
+        (
+            GetTimeoutError("Get timed out:\n  not ready"),
+            "GetTimeoutError: expected .* found Get timed out: not ready. ",
+        ),
+        (in_a_task(TimeoutError("30 s")), "TimeoutError: expected .* found 30 s. "),
+        (ConnectionResetError(errno.ECONNRESET, "reset by peer"), "ConnectionResetError: expected .* reset by peer. "),
+    ],
+)
+def test_another_process_that_does_not_answer_is_no_file_that_cannot_be_read(
+    error: OSError, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as caught, explained(debug=False):
+        raise error
+    assert caught.value.exit_code == 1
+    assert re.fullmatch(f"error: no answer: {words}Run the same command again; .*\n", capsys.readouterr().err)
