@@ -39,6 +39,8 @@ HELP = {
 }
 SECTIONS = {name: (name,) for name in HELP if name in Config.model_fields} | {
     "breakeven": ("breakeven", "serve", "drafter", "vocab"),
+    "generate": ("generate", "states"),
+    "extract": ("extract", "states"),
     "probe": ("probe", "serve", "drafter"),
     "train": ("train", "drafter"),
     "run": (),

@@ -68,10 +68,19 @@ def explained(debug: bool) -> Iterator[None]:
 def _refused(error: OSError) -> str:
     """What the system would not do, on one line. Only some errors know the path apart from their text."""
     error = getattr(error, "cause", error)  # of a Ray task: its own text is the worker's traceback
+    said = " ".join(str(error).split())
+    if isinstance(error, (TimeoutError, ConnectionError)) and error.filename is None:  # no file, but another process
+        return explain(
+            "no answer",
+            where=type(error).__name__,
+            expected="another process to answer in time",
+            found=said or "silence",
+            fix="Run the same command again; --debug shows where it happened.",
+        )
     return explain(
         "reading or writing failed",
         where=type(error).__name__ if error.filename is None else error.filename,
         expected="a place that can be read and written",
-        found=" ".join(str(error).split()) if error.filename is None else error.strerror,
+        found=said if error.filename is None else error.strerror,
         fix="Make room or allow it there, or name another place; --debug shows where it happened.",
     )

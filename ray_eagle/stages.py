@@ -60,12 +60,13 @@ class Kind:
     given: bool = False
     """Reads the given drafter."""
     on_cluster: bool = False
+    """Joins the cluster before it starts; `generate` does so itself, when it has read the prompts."""
 
 
 KINDS = {
     "breakeven": Kind(("breakeven", "drafter", "vocab", "serve"), prompts=True, given=True, on_cluster=True),
     "probe-given": Kind(("probe", "serve"), prompts=True, given=True, on_cluster=True),
-    "generate": Kind(("generate",), prompts=True, on_cluster=True),
+    "generate": Kind(("generate",), prompts=True),
     "extract": Kind(("extract",), ("generate",), on_cluster=True),
     "vocab": Kind(("vocab",), ("extract",), given=True),
     "train": Kind(("train", "drafter"), ("extract", "vocab"), given=True, on_cluster=True),
@@ -119,7 +120,7 @@ class Pipeline:
         if not replacing:
             self.run.of(name).create()
             self.run.write_origin(wanted)
-        if KINDS[name].on_cluster and not self._arithmetic_only(name) and not self._answered_by_servers(name):
+        if KINDS[name].on_cluster and not self._arithmetic_only(name):
             self.connect()
         began = time.monotonic()
         outcome = self._call(name)
@@ -202,9 +203,6 @@ class Pipeline:
 
     def _arithmetic_only(self, name: str) -> bool:
         return name == "breakeven" and self.config.breakeven.baseline_tps is not None
-
-    def _answered_by_servers(self, name: str) -> bool:
-        return name == "generate" and self.config.generate.backend != "embedded"
 
     def _origin(self, name: str) -> Origin:
         """What the stage would be made from now. Raises OriginError when an input is not there."""

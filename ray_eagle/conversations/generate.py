@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ray_eagle.cluster import ensure_resources, marked
+from ray_eagle.cluster import connect, ensure_resources, marked
 from ray_eagle.config import Config, GenerateConfig, TargetConfig
 from ray_eagle.conversations.batches import Batch, commit, gather_rejected, plan_batches
 from ray_eagle.conversations.chat import Made, TokenChat
@@ -83,8 +83,8 @@ class Generator:
 def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progress) -> Outcome:
     """Conversations from the prompts or conversations of the input; write part-*.jsonl, rejected.jsonl and summary.json.
 
-    What a committed part holds is not made again. Raises InputError when no row of the input can be used, LockedError
-    while another driver generates into this run.
+    What a committed part holds is not made again. Joins the cluster where it needs one, once the input is read. Raises
+    InputError when no row of the input can be used, LockedError while another driver generates into this run.
     """
     folder = run.of("generate")
     with Lock(folder):
@@ -99,19 +99,26 @@ def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progr
                 "drafter; generate.answers: regenerate lets the target write it."
             )
             keep_answers(config, folder, facts, progress)
-        else:
-            _regenerate(config, folder, facts, tokenizer, progress)
-        return _finish(config, folder, facts, system, progress)
+            return _finish(config, folder, facts, system, progress)
+        told = _regenerate(config, folder, facts, tokenizer, progress)
+        return _finish(config, folder, facts, system, progress, told)
 
 
-def _finish(config: Config, folder: Folder, facts: TargetFacts, system: str, progress: Progress) -> Outcome:
-    """summary.json, and what it says in words."""
+def _finish(
+    config: Config,
+    folder: Folder,
+    facts: TargetFacts,
+    system: str,
+    progress: Progress,
+    told: frozenset[str] = frozenset(),
+) -> Outcome:
+    """summary.json, and what it says in words. `told`: splits that are known to be empty already."""
     made = {key: facts.fingerprint[key] for key in ("tokenizer", "chat_template")} | {"template_system": system}
     marks = config.generate.reasoning_marks
     summary = summarise(read_conversations(folder), folder.read_jsonl("rejected.jsonl"), marks) | made
     folder.write_json("summary.json", summary)
     for split in ("train", "validation"):
-        if not summary[split]["conversations"]:
+        if not summary[split]["conversations"] and split not in told:
             _warn_of_empty(split, "conversation", progress)
     progress.say(f"generate: {_in_words(summary)}")
     return Outcome(samples=summary["conversations"], tokens=summary["tokens"])
@@ -142,14 +149,16 @@ def check_template_system(tokenizer: Any, settings: GenerateConfig, progress: Pr
     return system
 
 
-def _regenerate(config: Config, folder: Folder, facts: TargetFacts, tokenizer: Any, progress: Progress) -> None:
-    """Answer every prompt that no committed part holds yet."""
+def _regenerate(
+    config: Config, folder: Folder, facts: TargetFacts, tokenizer: Any, progress: Progress
+) -> frozenset[str]:
+    """Answer every prompt that no committed part holds yet. Returns the splits without a prompt, which are told."""
     settings = config.generate
     prompts, unusable = load_rows(settings)
     batches, too_long = plan_batches(prompts, tokenizer, settings, facts.max_position_embeddings)
-    for split in ("train", "validation"):
-        if not any(prompt.split == split for batch in batches for prompt in batch.prompts):
-            _warn_of_empty(split, "prompt", progress)
+    empty = {"train", "validation"} - {prompt.split for batch in batches for prompt in batch.prompts}
+    for split in sorted(empty):
+        _warn_of_empty(split, "prompt", progress)
     done = set(folder.names())
     waiting = [batch for batch in batches if part_name(batch.index) not in done]
     total = sum(len(batch.prompts) for batch in batches)
@@ -159,6 +168,7 @@ def _regenerate(config: Config, folder: Folder, facts: TargetFacts, tokenizer: A
     elif waiting:
         answer_batches(waiting, settings, facts, tokenizer, config.seed, folder, progress)
     gather_rejected(folder, unusable + too_long)
+    return frozenset(empty)
 
 
 def _answer_here(waiting: list[Batch], config: Config, facts: TargetFacts, folder: Folder, progress: Progress) -> None:
@@ -166,6 +176,7 @@ def _answer_here(waiting: list[Batch], config: Config, facts: TargetFacts, folde
     import ray
 
     settings = config.generate
+    connect(config.ray)
     ensure_resources({"CPU": settings.cpus, "GPU": settings.gpus}, settings.actors, config.ray.wait_s)
     actor = ray.remote(Generator)
     pool = ActorPool(

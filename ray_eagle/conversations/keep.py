@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ray_eagle.cluster import ensure_resources
+from ray_eagle.cluster import connect, ensure_resources
 from ray_eagle.config import Config, GenerateConfig, TargetConfig
 from ray_eagle.conversations.conversation import Conversation, part_name
 from ray_eagle.conversations.inputs import Chunk, read_chunks, shape_of
@@ -56,6 +56,7 @@ def keep_answers(config: Config, folder: Folder, facts: TargetFacts, progress: P
     """Write part-NNNNN.jsonl, one a chunk, and rejected.jsonl. Raises InputError when no row can be used."""
     settings = config.generate
     source, shape = settings.prompts, shape_of(settings.prompts, settings.shape)
+    connect(config.ray)
     ensure_resources({"CPU": settings.cpus}, 1, config.ray.wait_s)
     survey = survey_rows(source, shape, settings)
     done = set(folder.names())

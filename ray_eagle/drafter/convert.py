@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ray_eagle.drafter.contents import MAPS, Contents, check_map, read_contents, read_map, tensor_faults
-from ray_eagle.drafter.engines import Engine
+from ray_eagle.drafter.engines import MEASURE, Engine
 from ray_eagle.drafter.files import FLOAT_DTYPES, SAFETENSORS_DTYPES, WEIGHTS, fault, read_config, read_stored
 from ray_eagle.drafter.names import EMBEDDING, LAYER_0, MIDLAYER, Naming
 from ray_eagle.drafter.sglang import sglang_config
@@ -49,7 +49,7 @@ class Converted:
     """As they stand in its config."""
     bytes: int
     notes: tuple[str, ...]
-    """What differs from a copy."""
+    """What differs from a copy, and what is not certain."""
 
 
 def convert(
@@ -112,6 +112,8 @@ def convert(
     if written.shape != variant.shape or written.options != variant.options:
         raise InputError(f"{source}: expected a config that {to} can hold, found one that reads otherwise there.")
     notes += [f"left out {name}: a copy of the target's" for name in contents.unused]
+    if engine and engine.caveat:
+        notes.append(f"{engine.caveat} {MEASURE}")
     return Converted(destination, to, variant.shape.aux_layers, tuple(ids), size, tuple(notes))
 
 

@@ -21,6 +21,8 @@ NEW = (0, 5, 13)
 RELEASED_2026_08 = (0, 5, 17)
 NEWEST = "0.5.23"
 """The newest SGLang release that was read."""
+MEASURE = "Measure: ray-eagle probe tells whether it drafts as the walk over captured states predicts."
+"""The way out where an engine is not known."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,11 @@ class Engine:
         return _numbers(self.version) if self.version else RELEASED_2026_08
 
     @property
-    def beyond(self) -> bool:
-        """Whether it is newer than what was read: it is taken for that."""
-        return self.kind == "sglang" and bool(self.version) and self._release > _numbers(NEWEST)
+    def caveat(self) -> str:
+        """What to say of a release newer than what was read, since it is taken for that one; empty for any other."""
+        if self.kind != "sglang" or not self.version or self._release <= _numbers(NEWEST):
+            return ""
+        return f"{self.name} is not known here, and taken for {NEWEST}, the newest known."
 
     def reading(self, ids: list[int], layers: int, model_type: str) -> list[int]:
         """The outputs of layers that it takes for these ids, with a target of `layers` layers and this family."""

@@ -61,8 +61,9 @@ class _Checks:
         self._guard("CPUs", self._cpus)
         self._guard("host memory", self._memory)
         self._guard("prompts", self._cost)
-        if self.estimate:
-            self._guard("disk", self._disk)
+        if not self.estimate:
+            self._guard("cost", self._no_cost)
+        self._guard("disk", self._disk)
         if self.connected:
             self._guard("run folder", self._visible)
         return PreflightReport(findings=tuple(self.findings), estimate=self.estimate)
@@ -156,10 +157,16 @@ class _Checks:
         )
         return [Finding(level="ok", check="cost", message=message)]
 
+    def _no_cost(self) -> list[Finding]:
+        wrong = {finding.check for finding in self.findings if finding.level == "error"}
+        because = " and the ".join(check for check in ("target", "prompts") if check in wrong)
+        message = f"the bytes of the hidden states could not be estimated because of the {because}."
+        return [Finding(level="warning", check="cost", message=message, fix="Correct that first.")]
+
     def _disk(self) -> list[Finding]:
-        assert self.estimate
-        present = self.run.of("extract").size()
-        needed = max(0, self.estimate.hidden_state_bytes - present)
+        needed = None
+        if self.estimate:
+            needed = max(0, self.estimate.hidden_state_bytes - self.run.of("extract").size())
         return machine.check_disk(self.run, needed, self.config.preflight.min_free_gib)
 
     def _visible(self) -> list[Finding]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_eagle.drafter.contents import Contents, check_map, read_contents, read_map, tensor_faults
-from ray_eagle.drafter.engines import NEWEST, Engine
+from ray_eagle.drafter.engines import MEASURE, Engine
 from ray_eagle.drafter.files import FLOAT_DTYPES, read_config
 from ray_eagle.drafter.names import EMBEDDING, MODEL
 from ray_eagle.drafter.speculators import LAYERS, NESTED
@@ -166,12 +166,8 @@ def _engine(
 ) -> Iterator[Finding]:
     """What a certain engine does with the files."""
     tell, latent = _teller("engine"), variant.shape.latent is not None
-    if engine.beyond:
-        yield tell(
-            "warning",
-            f"{engine.name} is not known here: what follows is what {NEWEST}, the newest known, makes of it.",
-            "Measure: ray-eagle probe tells whether it drafts as the walk over captured states predicts.",
-        )
+    if engine.caveat:
+        yield tell("warning", engine.caveat, MEASURE)
     head = contents.names.get("lm_head.weight", "")
     if skipped := engine.skipped_names(contents.naming, head.startswith(MODEL), latent=latent):
         yield tell(

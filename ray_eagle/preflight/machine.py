@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from ray_eagle.config import Config, ServeConfig
 from ray_eagle.preflight.estimate import human_bytes
 from ray_eagle.preflight.report import Finding
 from ray_eagle.run import Folder
+from ray_eagle.serving.listening import bindable
 
 GIB = 1 << 30
 SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
@@ -54,20 +54,21 @@ def cpu_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def check_disk(run: Folder, needed: int, min_free_gib: float) -> list[Finding]:
-    """Free disk at a local run folder against `needed` bytes, with `min_free_gib` to remain."""
+def check_disk(run: Folder, needed: int | None, min_free_gib: float) -> list[Finding]:
+    """Free disk at a local run folder against `needed` bytes (None: not known), with `min_free_gib` to remain."""
+    coming = "an unknown amount" if needed is None else human_bytes(needed)
     existing = run.disk()
     if existing is None:
         return [
             Finding(
                 level="ok",
                 check="disk",
-                message=f"{human_bytes(needed)} will go to {run.path}; free space is not known.",
+                message=f"{coming} will go to {run.path}; free space is not known.",
             )
         ]
     free = shutil.disk_usage(existing).free
-    message = f"{human_bytes(needed)} of hidden states to come, {human_bytes(free)} free at {existing}."
-    if free - needed < min_free_gib * GIB:
+    message = f"{coming} of hidden states to come, {human_bytes(free)} free at {existing}."
+    if free - (needed or 0) < min_free_gib * GIB:
         message += f" {min_free_gib:g} GiB must remain."
         fix = "Put `run` on a larger disk, or lower generate.limit or extract.max_length."
         return [Finding(level="error", check="disk", message=message, fix=fix)]
@@ -124,19 +125,8 @@ def check_environment(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def check_port(config: ServeConfig) -> list[Finding]:
-    """serve.port can be bound; 0 takes a free one at the time."""
+    """serve.port can be bound; 0 takes a free one at the time. Raises ServingError."""
     if not config.port:
         return []
-    try:
-        socket.create_server((config.host, config.port)).close()
-    except OSError as error:
-        message = f"serve.host {config.host}, serve.port {config.port}: cannot be bound ({error.strerror})."
-        return [
-            Finding(
-                level="error",
-                check="port",
-                message=message,
-                fix="Choose another serve.port, or 0 for a free one; serve.host is an address of this machine.",
-            )
-        ]
+    bindable(config.host, config.port)
     return [Finding(level="ok", check="port", message=f"{config.host}:{config.port} is free.")]

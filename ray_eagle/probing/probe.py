@@ -17,6 +17,7 @@ from ray_eagle.probing.reports import (
     BreakevenReport,
     ProbePrompt,
     ProbeReport,
+    SoFar,
     breakeven_row,
     build_report,
     context_notes,
@@ -64,18 +65,15 @@ def run_probe(
     both_ways = set(evenly(len(prompts), plain_prompts))
     replies: list[GenerateReply] = []
     plain: dict[int, GenerateReply] = {}
-    cycles, accepted_so_far = 0, 0
+    so_far = SoFar(steps)
     for number, prompt in enumerate(prompts):
         reply = client.generate(input_ids=prompt.input_ids, max_new_tokens=max_new_tokens, steps=steps, plain=False)
         replies.append(reply)
-        cycles += len(reply.passes)
         if number in both_ways:
             plain[number] = client.generate(
                 input_ids=prompt.input_ids, max_new_tokens=max_new_tokens, steps=steps, plain=True
             )
-        accepted_so_far += sum(p.accepted for p in reply.passes)
-        note = f"acceptance length {1 + accepted_so_far / cycles:.2f}" if cycles else "no verify pass yet"
-        progress(number + 1, len(prompts), note)
+        progress(number + 1, len(prompts), so_far.add(reply))
     predicted = predict(steps)
     again = plain_gaps(decode_plainly, prompts, [(dict(enumerate(replies)), plain)]) if decode_plainly else {}
     differing = {Speculation(steps=steps): differences_from(prompts, replies, plain, again)}

@@ -1,6 +1,7 @@
 """What a probe and a break-even measurement report, and how it is made from the answers."""
 
 import itertools
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -259,6 +260,22 @@ def build_report(
         flags=list(flags),
         notes=[*context_notes(context), *_unordered_notes(unordered, len(rows))],
     )
+
+
+class SoFar:
+    """The acceptance length of the answers that are there, over the passes that `build_report` will count."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._accepted: list[int] = []
+
+    def add(self, reply: GenerateReply) -> str:
+        """With one more answer, in words."""
+        complete = complete_passes(reply.generation, reply.prompt_length, self._steps)
+        self._accepted += [p.accepted for p in complete]
+        if not self._accepted:
+            return "no complete verify pass yet"
+        return f"acceptance length {1 + statistics.fmean(self._accepted):.2f}"
 
 
 def breakeven_row(

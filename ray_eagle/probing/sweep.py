@@ -10,6 +10,7 @@ of others.
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ from ray_eagle.probing.reports import (
     Difference,
     ProbePrompt,
     ProbeReport,
+    SoFar,
     SweepRow,
     breakeven_row,
     build_report,
@@ -261,7 +263,7 @@ def _decode(
     made = _Decoded(in_turns=client.engine().side_by_side)
     again = sum(map(len, both_ways.values())) * (len(settings) if made.in_turns else 1)
     total = len(settings) * sum(map(len, plan.values())) + again
-    tick = _Ticker(progress, total, tells=not any(setting.simulated for setting in settings))
+    tick = _Ticker(progress, total)
     for setting in settings:
         phase = Phase(client, setting, max(plan))
         made.phases.append(phase)
@@ -270,15 +272,16 @@ def _decode(
         for c, numbers in plan.items():
             speculative = made.speculative[setting, c] = {}
             plain = made.plain[setting, c] = {}
+            drafted = tick if setting.simulated else partial(tick, so_far=SoFar(setting.steps))
             shared = both_ways[c] if made.in_turns else []
             for some in batches(shared, -(-ROUND // c) * c):
                 phase.resume()
-                speculative |= phase.decode(prompts, some, c, request, tick)
+                speculative |= phase.decode(prompts, some, c, request, drafted)
                 made.plainly.resume()
                 plain |= made.plainly.decode(prompts, some, c, request, tick)
             if shared:
                 phase.resume()
-            speculative |= phase.decode(prompts, [n for n in numbers if n not in plain], c, request, tick)
+            speculative |= phase.decode(prompts, [n for n in numbers if n not in plain], c, request, drafted)
         phase.finish()
     if made.in_turns:
         made.plainly.resume()
@@ -300,16 +303,14 @@ def needed_sentence(report: BreakevenReport, steps: int) -> str:
 class _Ticker:
     """Counts prompts over all phases."""
 
-    def __init__(self, progress: Progress, total: int, *, tells: bool) -> None:
-        """`tells`: how much was accepted."""
-        self._progress, self._total, self._done, self._tells = progress, total, 0, tells
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
 
-    def __call__(self, replies: Sequence[GenerateReply]) -> None:
+    def __call__(self, replies: Sequence[GenerateReply], so_far: SoFar | None = None) -> None:
+        """`so_far`: of the setting that drafted them; None for answers that say nothing about a drafter."""
         for reply in replies:
             self._done += 1
-            passes = reply.passes if self._tells else []
-            note = f"acceptance length {1 + sum(p.accepted for p in passes) / len(passes):.2f}" if passes else ""
-            self._progress(self._done, self._total, note)
+            self._progress(self._done, self._total, so_far.add(reply) if so_far else "")
 
 
 def _row(setting: Speculation, c: int, replies: Replies, plain: Replies, bootstrap: Bootstrap) -> SweepRow:

@@ -5,11 +5,9 @@ the body ends, however it ends.
 """
 
 import asyncio
-import errno
 import hmac
 import logging
 import re
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +36,7 @@ from ray_eagle.serving.child import free_port
 from ray_eagle.serving.client import HandleClient
 from ray_eagle.serving.engine import EngineFacts, Speculation
 from ray_eagle.serving.events import NDJSON, Emit, Progressed, Reported
+from ray_eagle.serving.listening import FREE_PORT, OWN_HOST, bindable, cannot_listen
 from ray_eagle.serving.messages import (
     ConfigureRequest,
     DecodeReply,
@@ -55,8 +54,6 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 PAGE = "page"
-FREE_PORT = "Set serve.port to a free one, or 0."
-OWN_HOST = "Set serve.host to an address of the machine of Ray's head: 127.0.0.1, or 0.0.0.0 for all that it has."
 Result = TypeVar("Result")
 
 
@@ -268,28 +265,13 @@ def _start_http(config: ServeConfig) -> str:
         try:
             serve.start(proxy_location="HeadOnly", http_options={"host": config.host, "port": port})
         except (ray.exceptions.RayError, TimeoutError, RuntimeError) as error:
-            raise _cannot_listen(config.host, port, last_line(str(error)), f"{FREE_PORT} {OWN_HOST}") from error
+            raise cannot_listen(config.host, port, last_line(str(error)), f"{FREE_PORT} {OWN_HOST}") from error
     # Serve has no public way to ask where a running proxy listens
     options = _get_global_client().http_config
     if config.port not in (0, options.port) or options.host != config.host:
         logger.warning("Serve already runs on %s:%s and cannot be moved: using that.", options.host, options.port)
     host = ray.util.get_node_ip_address() if options.host in ("0.0.0.0", "::") else options.host
     return f"http://{host}:{options.port}"
-
-
-def bindable(host: str, port: int) -> int:
-    """The port, or with 0 a free one, after this machine could bind it: Serve takes seconds to fail. Raises ServingError."""
-    try:
-        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
-            return int(server.getsockname()[1])
-    except OSError as error:
-        why = (error.strerror or str(error)).partition(" (while")[0]
-        fix = FREE_PORT if error.errno in (errno.EADDRINUSE, errno.EACCES) else OWN_HOST
-        raise _cannot_listen(host, port, why, fix) from error
-
-
-def _cannot_listen(host: str, port: int, why: str, fix: str) -> ServingError:
-    return ServingError(f"server: cannot listen on {host}:{port} ({why.rstrip('.')}). {fix}")
 
 
 def last_line(message: str) -> str:

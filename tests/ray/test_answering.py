@@ -13,6 +13,7 @@ from ray_eagle.config import TargetConfig
 from ray_eagle.conversations.conversation import Conversation, read_conversations
 from ray_eagle.conversations.keep import conversations_of
 from ray_eagle.conversations.mask import Renderer
+from ray_eagle.conversations.prompts import hashed_split
 from ray_eagle.conversations.template import render_next_turn, render_prompt, stop_ids
 from ray_eagle.errors import OriginError, ServingError
 from ray_eagle.preflight.servers import check_servers
@@ -144,6 +145,28 @@ def test_refused_prompts_are_rejected_and_counted_and_a_stopped_run_goes_on(
     assert found["p1"].note == "ended before turn 2: refused by the server: HTTP 400: I do not like it"
     summary = folder.read_json("summary.json")
     assert summary["rows"] == {"read": 61, "kept": 51, "rejected": 10}
+
+
+@pytest.mark.parametrize(
+    ("shares", "warning"),
+    [
+        ({"validation_share": 0}, "no validation prompt, so training has nothing to choose a checkpoint by."),
+        ({"validation_share": 0.999, "held_out_share": 0}, "no train prompt, so training has nothing to learn from."),
+        ({}, "no validation conversation, so training has nothing to choose a checkpoint by."),
+    ],
+)
+def test_a_split_without_a_prompt_or_an_answer_is_warned_of_once(
+    tmp_path: Path, target_folder: Path, server: str, shares: dict[str, float], warning: str
+) -> None:
+    splits = {"held_out_share": 0.2, "validation_share": 0.2} | shares
+    rows = [(f"p{i}", hashed_split(f"p{i}", splits["held_out_share"], splits["validation_share"])) for i in range(40)]
+    refused = None if shares else "validation"
+    asked = [{"id": name, "turns": ["refuse me" if split == refused else f"say {name}"]} for name, split in rows]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    run = run_of(tmp_path, target_folder, "openai", server, near_duplicate=1, **splits)
+    run.stage("generate")
+    (told,) = [line for line in run.progress.said if "generate: warning: no " in line]
+    assert warning in told
 
 
 def test_where_the_servers_are_may_change_but_not_who_answers(

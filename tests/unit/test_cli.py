@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from ray.exceptions import RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
 from typer.testing import CliRunner
 
 from ray_eagle.cli import app
@@ -63,6 +63,22 @@ def test_libraries_are_quiet_and_ask_the_hub_only_for_its_own_prompts(prompts: s
     assert python(program, prompts) == f"False {logging.ERROR} {offline}"
 
 
+def test_a_damaged_prompts_file_is_told_before_a_cluster_starts(tmp_path: Path, target_folder: Path) -> None:
+    program = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom ray_eagle.cli import app\n"
+        "for answers in ('regenerate', 'keep'):\n"
+        "    words = ['generate', '--generate.answers', answers, *sys.argv[1:]]\n"
+        "    print(CliRunner().invoke(app, words).stderr.partition('error: ')[2])\n"
+        "import ray\nprint(ray.is_initialized())"
+    )
+    file = tmp_path / "prompts.json"
+    file.write_text('[{"turns": ["cut sh')
+    words = ["--run", tmp_path / "run", "--target.path", target_folder, "--generate.prompts", file]
+    *errors, started = python(program, *map(str, words)).split("\n\n")
+    assert [error.partition(", found ")[0] for error in errors] == [f"prompts file {file}: expected JSON"] * 2
+    assert started == "False"
+
+
 # --- help -----------------------------------------------------------------------------------------------------------
 
 
@@ -84,6 +100,13 @@ def test_help_shows_what_may_be_typed() -> None:
     assert len(lines) > 60
     for name, described in zip(lines[::2], lines[1::2], strict=True):  # one line each, whatever its docstring's breaks
         assert name.startswith("  --") and described.startswith("      ") and described[6] != " "
+
+
+@pytest.mark.parametrize("stage", ["generate", "extract"])
+def test_help_of_a_stage_shows_what_it_takes_from_captured_states(stage: str) -> None:
+    out = run(stage, "--help")[1]
+    for name in (f"{stage}.actors", "states.path", "states.layers"):
+        assert f"\n  --{name} " in out
 
 
 # --- verify ---------------------------------------------------------------------------------------------------------
@@ -184,6 +207,7 @@ def in_a_task(error: OSError) -> OSError:
         (PermissionError(errno.EACCES, "Permission denied", "/run/a"), "failed: /run/a: expected .* found Permission denied. "),
         (in_a_task(PermissionError(errno.EACCES, "Denied", "/run/b")), "failed: /run/b: expected .* found Denied. "),
         (OSError("GetObject:\n  AccessDenied"), "failed: OSError: expected .* found GetObject: AccessDenied. "),
+        (TimeoutError(errno.ETIMEDOUT, "Timed out", "/nfs/c"), "failed: /nfs/c: expected .* found Timed out. "),
     ],
 )  # fmt: skip
 def test_what_the_system_refuses_is_one_line_and_a_traceback_only_when_asked(
@@ -200,3 +224,24 @@ def test_what_the_system_refuses_is_one_line_and_a_traceback_only_when_asked(
     assert raised.value is error
     with pytest.raises(BrokenPipeError), explained(debug=False):  # `ray-eagle report | head`
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (TimeoutError(), "TimeoutError: expected .* found silence. "),
+        (
+            GetTimeoutError("Get timed out:\n  not ready"),
+            "GetTimeoutError: expected .* found Get timed out: not ready. ",
+        ),
+        (in_a_task(TimeoutError("30 s")), "TimeoutError: expected .* found 30 s. "),
+        (ConnectionResetError(errno.ECONNRESET, "reset by peer"), "ConnectionResetError: expected .* reset by peer. "),
+    ],
+)
+def test_another_process_that_does_not_answer_is_no_file_that_cannot_be_read(
+    error: OSError, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as caught, explained(debug=False):
+        raise error
+    assert caught.value.exit_code == 1
+    assert re.fullmatch(f"error: no answer: {words}Run the same command again; .*\n", capsys.readouterr().err)

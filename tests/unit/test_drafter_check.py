@@ -332,4 +332,4 @@ def test_an_engine_that_is_not_known_is_refused(text: str) -> None:
 
 
 def test_the_newest_known_release_is_the_newest_that_is_served() -> None:
-    assert list(RELEASES)[-1] == NEWEST and not parse_engine(NEW).beyond and not parse_engine("vllm==9.9.9").beyond
+    assert list(RELEASES)[-1] == NEWEST and not parse_engine(NEW).caveat and not parse_engine("vllm==9.9.9").caveat

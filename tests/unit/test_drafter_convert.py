@@ -19,6 +19,7 @@ from ray_eagle.drafter.files import WEIGHTS
 from ray_eagle.drafter.show import describe
 from ray_eagle.drafter.variant import read_variant
 from ray_eagle.errors import CheckpointError, ConfigError, EagleError, InputError
+from ray_eagle.preflight.drafter import check_folder
 from ray_eagle.target.sizes import read_target
 from tests.drafters import (
     AQ_MEDAI,
@@ -163,6 +164,15 @@ def test_the_whole_vocabulary_needs_no_map_in_any_format(tmp_path: Path) -> None
     with pytest.raises(InputError, match="reorders the whole vocabulary"):
         convert(reordered, tmp_path / "e", "speculators")
     convert(reordered, tmp_path / "f", "sglang")
+
+
+def test_a_release_that_nobody_here_read_is_told_as_check_tells_it(tmp_path: Path) -> None:
+    source, target = tiny_folder(tmp_path / "source"), read_target(llama_config(tmp_path / "target"))
+    engine = parse_engine("sglang==9.9.9")
+    (note,) = convert(source, tmp_path / "to", "sglang", engine=engine, target=target).notes
+    (warning,) = [f for f in check_folder(tmp_path / "to", target, engine) if f.level == "warning"]
+    assert note == f"{warning.message} {warning.fix}"
+    assert note.startswith("sglang 9.9.9 is not known here, and taken for 0.5.23, the newest known. Measure: ")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import pytest
 
 from ray_eagle.config import ServeConfig
 from ray_eagle.errors import ServingError
-from ray_eagle.serving.app import _start_http, bindable, last_line
+from ray_eagle.serving.app import _start_http, last_line
+from ray_eagle.serving.listening import bindable
 
 REMOTE = (
     '\x1b[36mray::ProxyActor.ready()\x1b[39m (pid=25335, ip=192.0.2.2)\n  File "proxy.py", line 1810, in ready\n'

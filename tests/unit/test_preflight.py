@@ -236,6 +236,24 @@ def test_cost_takes_the_prompts_then_the_conversations(target: Path, tmp_path: P
     assert [finding.check for finding in bad(check(config))] == ["prompts"]
 
 
+def test_without_an_estimate_its_cause_is_told_and_the_disk_is_looked_at(target: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "prompts.json"
+    broken.write_text("[{")
+    free = shutil.disk_usage(tmp_path).free / machine.GIB
+    full = ["--generate.prompts", str(broken), "--preflight.min_free_gib", str(free + 10)]
+    report = check(settings(target, tmp_path / "run", *full[:2]))
+    assert [finding.check for finding in bad(report)] == ["prompts"] and report.estimate is None
+    (cost,) = bad(report, "warning")
+    assert (cost.check, cost.fix) == ("cost", "Correct that first.")
+    assert cost.message.endswith(" could not be estimated because of the prompts.")
+    (disk,) = [finding for finding in report.findings if finding.check == "disk"]
+    assert disk.level == "ok" and disk.message.startswith("an unknown amount of hidden states to come, ")
+
+    report = check(settings(tmp_path / "none", tmp_path / "run", *full))
+    assert [finding.check for finding in bad(report)] == ["target", "prompts", "disk"]
+    assert bad(report, "warning")[-1].message.endswith(" because of the target and the prompts.")
+
+
 def test_full_disk_is_an_error(target: Path, tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free / machine.GIB
     (error,) = bad(check(settings(target, tmp_path / "run", "--preflight.min_free_gib", str(free + 10))))
@@ -250,12 +268,17 @@ def test_simulated_acceptance_is_an_error(target: Path, tmp_path: Path, monkeypa
     assert error.fix == "unset SGLANG_SIMULATE_ACC_LEN"
 
 
-def test_taken_port_is_an_error_and_a_free_one_is_not(target: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+@pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
+def test_taken_port_is_an_error_and_a_free_one_is_not(
+    target: Path, tmp_path: Path, host: str, family: socket.AddressFamily
+) -> None:
+    with socket.create_server((host, 0), family=family) as server:
         port = server.getsockname()[1]
-        config = settings(target, tmp_path / "run", "--serve.port", str(port))
+        config = settings(target, tmp_path / "run", "--serve.host", host, "--serve.port", str(port))
         (error,) = bad(check(config))
-        assert f"serve.port {port}: cannot be bound" in error.message
+        assert error.message == (  # as `serve` says it
+            f"server: cannot listen on {host}:{port} (Address already in use). Set serve.port to a free one, or 0."
+        )
     assert check(config).ok
 
 

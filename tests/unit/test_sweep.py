@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -336,3 +337,34 @@ def test_the_reference_engine_decodes_both_ways_in_turn_and_finds_the_same() -> 
         OneByOne(), PROMPTS, engine="reference", settings=[Speculation(steps=3)], concurrencies=[1], max_new_tokens=20
     )
     assert measured.rows[0].needed == pytest.approx(2.2)
+
+
+class Uneven(Scripted):
+    """Passes accept none to two drafts; those that reach beyond the answer's end, all three."""
+
+    def decode(self, **request: Any) -> Any:
+        made = []
+        for r in super().decode(**request):
+            last = r.prompt_length + len(r.tokens) - 1
+            passes = [replace(p, accepted=p.start // 3 % 3 if p.start + 4 <= last else 3) for p in r.passes]
+            made.append(r.model_copy(update={"passes": passes}))
+        return made
+
+
+class UnevenOneByOne(OneByOne, Uneven):
+    pass
+
+
+@pytest.mark.parametrize(("engine", "client"), [("reference", UnevenOneByOne()), ("sglang", Uneven())])
+def test_what_is_shown_while_it_runs_counts_as_the_report_does(engine: str, client: Any) -> None:
+    notes: list[str] = []
+    report = probe_with(
+        client, PROMPTS, engine=engine, settings=[Speculation(steps=3)], concurrencies=[1], temperature=0.0,
+        max_new_tokens=39, plain_prompts=3, progress=lambda done, total, note: notes.append(note),
+    )  # fmt: skip
+    shown = [float(note.removeprefix("acceptance length ")) for note in notes if note]
+    accepted = accumulate(sum(row.accepted) for row in report.rows)
+    passes = accumulate(len(row.accepted) for row in report.rows)
+    assert shown == [round(1 + drafts / count, 2) for drafts, count in zip(accepted, passes, strict=True)]
+    assert shown[-1] == round(report.acceptance.acceptance_length, 2)
+    assert shown[-1] < round(report.acceptance_all_passes.acceptance_length, 2)
