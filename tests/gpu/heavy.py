@@ -1,4 +1,4 @@
-"""A small target made heavy: the same answers from many times the work: python3 -m tests.gpu.heavy TARGET OUT --layers 200 --intermediate 49152
+"""A small target made heavy: the same answers from many times the work: python3 -m tests.gpu.heavy TARGET OUT --layers 500 --intermediate 8192
 
 Appends layers whose output projections are zero, so that each adds nothing to the residual stream, and widens every MLP by
 columns whose down projection is zero. Logits, and the states after the target's own layers, stay what they were (bit for bit
@@ -71,8 +71,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--layers", type=int, default=200, help="idle ones, behind the target's own")
-    parser.add_argument("--intermediate", type=int, default=49152)
+    parser.add_argument("--layers", type=int, default=500, help="idle ones, behind the target's own")
+    parser.add_argument("--intermediate", type=int, default=8192)
     arguments = parser.parse_args()
     make_heavy(arguments.target, arguments.out, arguments.layers, arguments.intermediate)
 

@@ -2,8 +2,8 @@
 #   learn      generate, extract, train                                  about 5 min
 #   serve      probe with SGLang in bfloat16 at concurrency 1, 4, 16     about 5 min
 #   breakeven  the same with a random drafter                            about 3 min
-#   heavy      the same drafter before a target that answers like SmolLM2 with many times its work    about 4 min
-#   heavy-breakeven                                     a random one before it                        about 4 min
+#   heavy      the same drafter before a target that answers like SmolLM2 with many times its work    about 5 min
+#   heavy-breakeven                                     a random one before it                        about 5 min
 #   exact      float16: SGLang's text against plain decoding             about 3 min
 # Settings: path.yaml, and whatever $EXTRA adds. Logs, probe.json, breakeven.json and SGLang's logs go to $OUT.
 export HF_HUB_OFFLINE=1 TQDM_DISABLE=1 RAY_AUTH_MODE=disabled OUT=${OUT:-/tmp/run/out}
@@ -70,7 +70,7 @@ for part in "$@"; do
       compare "$RUN/probe-bfloat16.json" "$RUN/probes/breakeven/breakeven.json"
       cp "$RUN/probes/breakeven/breakeven.json" "$OUT/" ;;
     heavy | heavy-breakeven)
-      [ -e "$HEAVY/config.json" ] || $PY -m tests.gpu.heavy ${SOURCE:-/tmp/gpu/model/target} "$HEAVY" ${HEAVY_SIZE:---layers 500 --intermediate 8192}
+      [ -e "$HEAVY/config.json" ] || $PY -m tests.gpu.heavy ${SOURCE:-/tmp/gpu/model/target} "$HEAVY" $HEAVY_SIZE
       given="--target.path $HEAVY --drafter.path $RUN/drafter --serve.memory_share 0.42 --redo"
       given="$given --probe.limit 32 --probe.plain_prompts 32 --probe.max_new_tokens 64 --breakeven.prompts 32 --breakeven.max_new_tokens 64"
       # capturing prefill's graphs of so many layers takes SGLang two minutes
