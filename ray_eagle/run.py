@@ -178,8 +178,15 @@ class Folder:
     def write_jsonl(self, name: str, rows: list[Any]) -> None:
         self.write_bytes(name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
 
-    def delete(self) -> None:
-        """Remove the folder and everything in it."""
+    def delete(self, last: str = "") -> None:
+        """Remove the folder and everything in it, the file `last` after all others."""
+        if last:
+            selector = pafs.FileSelector(self.path, allow_not_found=True)
+            for info in self.fs.get_file_info(selector):
+                if info.type == pafs.FileType.Directory:
+                    self.fs.delete_dir(info.path)
+                elif info.base_name != last:
+                    self.fs.delete_file(info.path)
         if self.exists():
             self.fs.delete_dir(self.path)
 

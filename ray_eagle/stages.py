@@ -7,6 +7,7 @@ them.
 import hashlib
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ import yaml
 from ray_eagle.config import Config
 from ray_eagle.conversations.inputs import source_hash
 from ray_eagle.conversations.prompts import prompts_hash
-from ray_eagle.errors import InputError, OriginError
+from ray_eagle.errors import InputError, LockedError, OriginError
 from ray_eagle.lock import refuse_if_locked
 from ray_eagle.probing.arithmetic import compute
 from ray_eagle.probing.reports import Breakeven, Probe
@@ -117,14 +118,22 @@ class Pipeline:
         if found and found.finished:
             self.progress.say(f"{name}: done already ({found.finished}, {found.seconds:.0f} s)")
             return None
+        wanted.seconds = found.seconds if found else 0.0
         if not replacing:
             self.run.of(name).create()
             self.run.write_origin(wanted)
         if KINDS[name].on_cluster and not self._arithmetic_only(name):
             self.connect()
-        began = time.monotonic()
-        outcome = self._call(name)
-        wanted.seconds = round((found.seconds if found else 0.0) + time.monotonic() - began, 2)
+        began = time.monotonic() - wanted.seconds
+        try:
+            outcome = self._call(name)
+        except BaseException as error:
+            wanted.seconds = round(time.monotonic() - began, 2)
+            if not replacing and not isinstance(error, LockedError):  # then the folder is another driver's
+                with suppress(OSError):
+                    self.run.write_origin(wanted)
+            raise
+        wanted.seconds = round(time.monotonic() - began, 2)
         wanted.bytes = self.run.of(name).size()
         wanted.samples, wanted.tokens = outcome.samples, outcome.tokens
         wanted.finished = datetime.now(UTC).isoformat(timespec="seconds")
@@ -270,11 +279,15 @@ class Pipeline:
         return content_hash([hashlib.blake2b(folder.read_bytes(file)).hexdigest() for file in files]) if files else ""
 
     def _discard(self, name: str) -> None:
+        """Remove what a stage made; the origin goes last, so what an interrupted redo leaves is not taken for a new one's."""
         refuse_if_locked(self.run.folder(CHECKPOINTS) if name == "train" else self.run.of(name))
-        self.run.of(name).delete()
+        with suppress(InputError):  # a damaged one
+            if found := self.run.origin(name):
+                self.run.write_origin(found.model_copy(update={"finished": None}))
         if name == "train":
             self.run.folder(CHECKPOINTS).delete()
             self.run.folder(LOGS).delete()
+        self.run.of(name).delete(last="origin.json")
 
     def _nothing_made(self, name: str) -> bool:
         """A stage that failed before it wrote anything leaves only its origin, and a dead driver's lock: they bind nobody."""

@@ -119,7 +119,9 @@ def supervised_counts(folder: Folder, vocab_size: int) -> np.ndarray:
     counts_V: np.ndarray = np.zeros(vocab_size, np.int64)
     for index, record in read_records(folder, plan).items():
         if plan.units[index].split == "train":
-            counts_V[record.token_ids] += record.token_counts
+            counts_V[np.array(record.token_ids, np.int64)] += np.array(
+                record.token_counts, np.int64
+            )  # both may be empty
     if not counts_V.any():
         raise InputError(f"{folder.path}: expected supervised tokens in the training split, found none. Add prompts.")
     return counts_V

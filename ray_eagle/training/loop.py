@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ray_eagle.probing.predict import predict
 from ray_eagle.run import CHECKPOINTS, RunFolder
 from ray_eagle.target.loading import TargetFacts, choose_dtype, head_and_embedding, take_device
 from ray_eagle.training import fp8
-from ray_eagle.training.checkpoints import STATE, Checkpoints, describe
+from ray_eagle.training.checkpoints import STATE, Checkpoints, Record, describe
 from ray_eagle.training.figures import Recent, validation_figures
 from ray_eagle.training.flops import pack_flops, peak_tflops
 from ray_eagle.training.losses import Objective, entering_counts, loss_weights
@@ -68,10 +68,9 @@ def train_loop(job: dict[str, Any]) -> None:
     trainer = Trainer(job["job"], context.get_world_rank(), context.get_world_size())
     checkpoints = Checkpoints(trainer.job.run.folder(CHECKPOINTS))
     newest = checkpoints.newest(logger.warning) if trainer.rank == 0 else None
-    step = broadcast_from_rank_zero(newest.step if newest else 0)
-    for record in checkpoints.records():
-        if record.step == step:
-            trainer.load(checkpoints.load(record, trainer.device))
+    # the record itself: another node's listing of the folder may be older, and must not decide what its ranks start from
+    if found := broadcast_from_rank_zero(asdict(newest) if newest else None):
+        trainer.load(checkpoints.load(Record(**found), trainer.device))
     while trainer.step < trainer.total_steps:
         trainer.train_step()
         if trainer.at_checkpoint():

@@ -2,6 +2,8 @@
 
 import json
 import resource
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 
 from ray_eagle.config import Config
 from ray_eagle.errors import OriginError
-from ray_eagle.run import RunFolder
+from ray_eagle.run import Origin, RunFolder
+from ray_eagle.stage import Outcome
 from ray_eagle.stages import KINDS, Pipeline, deciding
 from tests.tiny import tiny_target
 from tests.unit.test_vocab import random_rows, write_dataset
@@ -139,6 +142,65 @@ def test_an_unfinished_stage_of_other_settings_is_refused_and_of_the_same_goes_o
     assert "settings.vocab.size: 20 -> 21" in bench.refusal("vocab", vocab__size=21)
     assert bench.pipeline()[0].stage("vocab") is not None
     assert bench.run.finished("vocab") is not None
+
+
+class Interrupted:
+    """A filesystem whose user presses Ctrl-C at one of the deletions."""
+
+    def __init__(self, fs: Any, at: int) -> None:
+        self._fs, self.left = fs, at
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("delete"):
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+        return getattr(self._fs, name)
+
+
+@pytest.mark.parametrize("stage", ["generate", "train"])
+def test_what_an_interrupted_redo_leaves_is_not_taken_for_the_new_settings(bench: Bench, stage: str) -> None:
+    def left() -> list[str]:
+        names = [p.name for folder in folders for p in Path(folder.path).rglob("*") if p.is_file()]
+        return sorted(names)
+
+    pipeline, _ = bench.pipeline()
+    folders = [bench.run.of(stage)] + [bench.run.folder(n) for n in ("checkpoints", "logs") if stage == "train"]
+    found, at = {"some"}, 0
+    while found:
+        at += 1
+        origin = Origin(stage=stage, settings={}, inputs={}, target={}, finished="2026-01-01T00:00:00+00:00")
+        for folder in folders:
+            for name in ("a", "parts/b", "z"):
+                folder.write_bytes(name, b"old")
+        bench.run.write_origin(origin)
+        pipeline.run = RunFolder(Interrupted(bench.run.fs, at), bench.run.path)
+        with suppress(KeyboardInterrupt):
+            pipeline._discard(stage)
+        found = set(left())
+        if found:
+            kept = bench.run.origin(stage)
+            assert kept and not kept.finished and kept.key == origin.key, f"deletion {at}"
+    assert at > 4, "the deletions were interrupted one after another"
+
+
+def test_the_time_of_an_attempt_that_failed_counts(bench: Bench) -> None:
+    class Fails(Pipeline):
+        def _call(self, name: str) -> Outcome:
+            time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    pipeline, _ = bench.pipeline()
+    times = []
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            Fails(pipeline.config, bench.run, pipeline.progress).stage("vocab")
+        failed = bench.run.origin("vocab")
+        assert failed and not failed.finished
+        times.append(failed.seconds)
+    pipeline.stage("vocab")
+    done = bench.run.finished("vocab")
+    assert done and 0.05 <= times[0] <= times[1] - 0.05 and times[1] <= done.seconds
 
 
 def test_a_stage_that_made_nothing_yet_may_start_with_other_settings(bench: Bench) -> None:

@@ -15,13 +15,13 @@ from ray_eagle.config import Config, DrafterConfig, TargetConfig
 from ray_eagle.drafter.checkpoint import load_drafter, save_drafter
 from ray_eagle.drafter.start import move_rows, new_shape, random_drafter, start_drafter
 from ray_eagle.errors import CheckpointError, InputError
-from ray_eagle.hidden_states.dataset import DatasetWriter
-from ray_eagle.hidden_states.plan import TokenSample, plan_units
+from ray_eagle.hidden_states.dataset import DatasetWriter, read_plan, read_records, record_name
+from ray_eagle.hidden_states.plan import Quarantined, TokenSample, Unit, plan_units
 from ray_eagle.hidden_states.schema import Sample, sample_id
 from ray_eagle.progress import Silent
 from ray_eagle.run import Folder, RunFolder
 from ray_eagle.target.loading import head_and_embedding, read_facts
-from ray_eagle.vocab import choose_tokens, coverage, read_map, to_map, vocab
+from ray_eagle.vocab import choose_tokens, coverage, read_map, supervised_counts, to_map, vocab
 from tests.random_data import make_plan, write_shard
 from tests.tiny import VOCAB, tiny_drafter, tiny_shape, tiny_tokenizer
 
@@ -200,6 +200,25 @@ def test_a_dataset_that_teaches_nothing_is_refused(tmp_path: Path, target_folder
     rows = [row for seed in range(4) for row in random_rows(seed, [50]) if row.split != "train"]
     with pytest.raises(InputError, match="expected supervised tokens in the training split, found none"):
         run_stage(tmp_path, target_folder, rows)
+
+
+def test_a_unit_whose_samples_were_all_set_aside_adds_nothing(tmp_path: Path) -> None:
+    rows = random_rows(5, list(range(60, 90)))
+    write_dataset(Folder.at(tmp_path / "whole"), rows)
+    folder = Folder.at(tmp_path / "less")
+    write_dataset(folder, rows)
+    plan = read_plan(folder)
+    gone = next(i for i, unit in enumerate(plan.units) if unit.split == "train")
+    record = read_records(folder, plan)[gone]
+    none = write_shard(folder, Unit(gone, "train", ()), [], HIDDEN, "bfloat16")
+    none.quarantined = [Quarantined(sample_id=r.sample_id, source_id="s", reason="NaN") for r in record.rows]
+    folder.delete_file(record_name(gone))
+    with DatasetWriter(folder, plan) as writer:
+        writer.commit(none)
+    lost = np.zeros(VOCAB, np.int64)
+    lost[record.token_ids] = record.token_counts
+    whole = supervised_counts(Folder.at(tmp_path / "whole"), VOCAB)
+    assert lost.any() and (supervised_counts(folder, VOCAB) == whole - lost).all()
 
 
 def test_a_given_drafter_keeps_its_map(tmp_path: Path, target_folder: Path) -> None:
