@@ -1,20 +1,18 @@
 """Prompts: read them, split them by a stable hash, and keep near-duplicates of training prompts out of the probe."""
 
 import hashlib
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
 from ray_eagle.config import GenerateConfig
 from ray_eagle.conversations.inputs import BUILTIN, read_chunks, shape_of, source_hash
 from ray_eagle.conversations.messages import Row, RowError, Shape, own_id, read_row
+from ray_eagle.conversations.similarity import HashIndex, close_to_trained, hashed_shingles, near_any
 from ray_eagle.errors import InputError
 
 __all__ = ["BUILTIN", "Prompt", "Split", "load_prompts", "read_prompts"]
 
 Split = Literal["train", "validation", "held_out"]
-SHINGLE = 5
-"""Characters of an n-gram by which texts are compared."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,11 @@ class Prompt:
     """The system message before the first; empty for none."""
     row: int = 0
     """Number of its row in the file, from 1; 0 when not known."""
+
+    @property
+    def text(self) -> str:
+        """What is compared with other prompts."""
+        return " ".join(self.turns)
 
 
 def load_prompts(config: GenerateConfig) -> list[Prompt]:
@@ -120,14 +123,11 @@ def split_prompts(
     A held-out prompt whose text is close to that of any prompt outside the held-out set is trained on instead.
     """
     split = [replace(p, split=hashed_split(p.id, held_out_share, validation_share)) for p in prompts]
-    texts = [shingles(" ".join(p.turns)) for p in split]
-    trained = [text for p, text in zip(split, texts, strict=True) if p.split != "held_out"]
-    while trained:  # what is moved may be close to another held-out prompt in its turn
-        index = ShingleIndex(trained)
-        moved = [i for i, p in enumerate(split) if p.split == "held_out" and index.closest(texts[i]) >= near_duplicate]
-        for i in moved:
-            split[i] = replace(split[i], split="train")
-        trained = [texts[i] for i in moved]
+    held_out = [i for i, p in enumerate(split) if p.split == "held_out"]
+    texts = [hashed_shingles(split[i].text) for i in held_out]
+    near = near_any(HashIndex.of(texts), (p.text for p in split if p.split != "held_out"), near_duplicate)
+    for i in close_to_trained(texts, near, near_duplicate):
+        split[held_out[i]] = replace(split[held_out[i]], split="train")
     return split
 
 
@@ -137,27 +137,3 @@ def hashed_split(name: str, held_out_share: float, validation_share: float) -> S
     if place < held_out_share:
         return "held_out"
     return "validation" if place < held_out_share + validation_share else "train"
-
-
-def shingles(text: str, size: int = SHINGLE) -> frozenset[str]:
-    """The set of character n-grams of the case-folded text with single spaces."""
-    folded = " ".join(text.casefold().split())
-    return frozenset(folded[i : i + size] for i in range(max(1, len(folded) - size + 1)))
-
-
-class ShingleIndex:
-    """Many sets of shingles, by shingle: the closest one is found without looking at those that share none."""
-
-    def __init__(self, sets: list[frozenset[str]]) -> None:
-        self._sizes = [len(one) for one in sets]
-        self._holders: dict[str, list[int]] = {}
-        for number, one in enumerate(sets):
-            for shingle in one:
-                self._holders.setdefault(shingle, []).append(number)
-
-    def closest(self, one: frozenset[str]) -> float:
-        """Highest Jaccard similarity of a set with any of these; 0 without any."""
-        shared: Counter[int] = Counter()
-        for shingle in one:
-            shared.update(self._holders.get(shingle, ()))
-        return max((both / (len(one) + self._sizes[i] - both) for i, both in shared.items()), default=0.0)

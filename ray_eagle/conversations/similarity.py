@@ -1,14 +1,15 @@
 """Near-duplicates among many texts: sets of character 5-grams as sorted hashes, in arrays that Ray tasks share.
 
-Equals `prompts.ShingleIndex`, at 8 bytes a character instead of a hundred, and as many for the sets themselves.
+Held-out texts alone are indexed, at 16 bytes a character; training texts, of which there may be any number, stream by.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from ray_eagle.conversations.prompts import SHINGLE
-
+SHINGLE = 5
+"""Characters of an n-gram by which texts are compared."""
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 MIX = (
     (30, 0xBF58476D1CE4E5B9),
@@ -17,7 +18,10 @@ MIX = (
 
 
 def hashed_shingles(text: str, size: int = SHINGLE) -> np.ndarray:
-    """`prompts.shingles` as sorted uint64 hashes (two of them equal by chance: never, in practice)."""
+    """The set of character n-grams of the case-folded text with single spaces, as sorted uint64 hashes.
+
+    Two n-grams have equal hashes by chance: never, in practice.
+    """
     folded = " ".join(text.casefold().split())
     codes = np.frombuffer(folded.encode("utf-32-le"), dtype="<u4").astype(np.uint64)
     width = min(size, len(codes))
@@ -69,6 +73,15 @@ class HashIndex:
 
 def _without(hashes: np.ndarray, bits: int) -> np.ndarray:
     return hashes & ~np.uint64((1 << bits) - 1)
+
+
+def near_any(index: HashIndex, texts: Iterable[str], least: float) -> set[int]:
+    """Which sets of the index are near any of these texts."""
+    found: set[int] = set()
+    if index.sizes.size:
+        for text in texts:
+            found.update(index.near(hashed_shingles(text), least))
+    return found
 
 
 def close_to_trained(held_out: list[np.ndarray], near_training: set[int], least: float) -> set[int]:

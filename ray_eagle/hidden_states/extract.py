@@ -66,7 +66,7 @@ def quarantine_message(aside: list[Quarantined], folder: Folder) -> str:
 def plan_dataset(config: Config, run: RunFolder, facts: TargetFacts) -> tuple[list[Unit], DatasetPlan, int]:
     """The units, dataset.json, and how many samples were cut. Raises InputError when nothing is left to capture."""
     settings, folder = config.extract, run.of("extract")
-    samples, rejected, cut = tokenise(list(read_conversations(run.of("generate"))), settings.max_length)
+    samples, rejected, cut = tokenise(read_conversations(run.of("generate")), settings.max_length)
     samples, unreadable = set_aside_unreadable(samples, facts.max_position_embeddings, facts.vocab_size)
     if not samples and not unreadable:
         raise InputError(f"{run.of('generate').path}: expected conversations with supervised tokens, found none.")

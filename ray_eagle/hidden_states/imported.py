@@ -111,7 +111,7 @@ class Importer(Extractor):
 
     def _read(self, sample: TokenSample) -> LooseSample:
         found = read_sample(Path(self.states.path), sample.source_id, self.facts.hidden_size)
-        if tuple(found.ids_T[: len(sample.input_ids)].tolist()) != sample.input_ids:
+        if found.ids_T[: len(sample.input_ids)].tolist() != [*sample.input_ids]:
             raise DatasetError(
                 f"{Path(self.states.path) / sample.source_id}: expected the tokens that it had in stage generate, found others. "
                 "Redo it: `ray-eagle generate --redo`."

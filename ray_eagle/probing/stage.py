@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ray_eagle.config import Config, SpeculationConfig
-from ray_eagle.conversations.prompts import Prompt, ShingleIndex, load_prompts, read_prompts, shingles
+from ray_eagle.conversations.prompts import Prompt, load_prompts, read_prompts
+from ray_eagle.conversations.similarity import HashIndex, hashed_shingles, near_any
 from ray_eagle.conversations.template import render_prompt
 from ray_eagle.drafter.checkpoint import check_fits, load_drafter, read_shape
 from ray_eagle.drafter.start import new_shape
@@ -181,11 +182,12 @@ def probe_prompts(config: Config, facts: TargetFacts) -> tuple[list[ProbePrompt]
     Raises InputError when none is left.
     """
     known = load_prompts(config.generate)
-    trained = ShingleIndex([shingles(" ".join(p.turns)) for p in known if p.split != "held_out"])
     chosen: list[Prompt] = [p for p in known if p.split == "held_out"]
     if config.probe.prompts:
         chosen = read_prompts(config.probe.prompts)
-    far = [p for p in chosen if trained.closest(shingles(" ".join(p.turns))) < config.generate.near_duplicate]
+    index = HashIndex.of([hashed_shingles(p.text) for p in chosen])
+    near = near_any(index, (p.text for p in known if p.split != "held_out"), config.generate.near_duplicate)
+    far = [p for i, p in enumerate(chosen) if i not in near]
     if not chosen:
         raise InputError(
             "probe: expected held-out prompts, found none. Raise generate.held_out_share, or set probe.prompts."

@@ -93,6 +93,14 @@ def test_every_conversation_is_a_sample_or_rejected_with_a_reason() -> None:
     assert "no supervised token" in reasons["s3"] and "same tokens as s4" in reasons["s5"]
     assert cut == sum(len(c.input_ids) > 30 for c in rows if c.source_id in kept)
     assert all(len(s.input_ids) <= 30 and len(s.input_ids) == len(s.loss_mask) for s in samples)
+    whole = {s.source_id: ([*s.input_ids], [*s.loss_mask]) for s in tokenise(iter(rows), max_length=60)[0]}
+    assert all(whole[c.source_id] == (c.input_ids, c.loss_mask) for c in rows if c.source_id in whole)
+
+
+def test_the_driver_holds_five_bytes_a_token() -> None:
+    row = Conversation("s", "chat", "train", [], [*range(100_000)], [[5, 100_000]], ["stop"])
+    [sample], _, _ = tokenise([row], max_length=100_000)
+    assert sys.getsizeof(sample.input_ids) + sys.getsizeof(sample.loss_mask) < 5.1 * 100_000
 
 
 def test_units_hold_every_sample_once_in_a_reproducible_mixture() -> None:

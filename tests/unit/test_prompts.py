@@ -11,13 +11,12 @@ import pytest
 from ray_eagle.config import GenerateConfig
 from ray_eagle.conversations.prompts import (
     Prompt,
-    ShingleIndex,
     load_prompts,
     prompts_hash,
     read_prompts,
-    shingles,
     split_prompts,
 )
+from ray_eagle.conversations.similarity import HashIndex, hashed_shingles, near_any
 from ray_eagle.errors import InputError
 
 SHARES = {"held_out_share": 0.2, "validation_share": 0.1, "near_duplicate": 0.5}
@@ -77,14 +76,9 @@ def test_shipped_set_is_large_and_balanced() -> None:
 
 def test_no_two_shipped_prompts_are_close() -> None:
     prompts = read_prompts("builtin")
-    sets = [shingles(" ".join(p.turns)) for p in prompts]
-    close = [
-        (prompts[i].id, prompts[j].id)
-        for i in range(len(sets))
-        for j in range(i)
-        if len(sets[i] & sets[j]) >= 0.35 * len(sets[i] | sets[j])
-    ]
-    assert close == []
+    sets = [hashed_shingles(p.text) for p in prompts]
+    index = HashIndex.of(sets)
+    assert [index.near(one, 0.35) for one in sets] == [[i] for i in range(len(sets))]
 
 
 def test_every_category_of_the_shipped_set_is_held_out_somewhere() -> None:
@@ -108,11 +102,12 @@ def test_similarity_equals_the_plain_definition(seed: int) -> None:
         "Straße",
         "STRASSE",
     ]
-    for one in texts:
+    for _ in range(16):
         others = rng.sample(texts, 4)
-        expected = max(slow_jaccard(one, other) for other in others)
-        assert ShingleIndex([shingles(other) for other in others]).closest(shingles(one)) == pytest.approx(expected)
-    assert ShingleIndex([]).closest(shingles("a")) == 0
+        least = rng.choice([0.1, 0.3, 0.5, 0.9])
+        expected = {i for i, text in enumerate(texts) if max(slow_jaccard(text, other) for other in others) >= least}
+        assert near_any(HashIndex.of([hashed_shingles(text) for text in texts]), others, least) == expected
+    assert near_any(HashIndex.of([]), texts, 0.1) == set()
 
 
 # --- the split ------------------------------------------------------------------------------------------------------
