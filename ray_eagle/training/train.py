@@ -95,11 +95,13 @@ def _fit(job: TrainJob, checkpoints: Checkpoints, progress: Progress) -> None:
 
 @contextmanager
 def _interrupts_as_before() -> Iterator[None]:
-    """Ray Train leaves its own Ctrl-C handler behind, and the stages after it would not stop any more."""
+    """Ray Train makes a SystemExit of Ctrl-C, and leaves its handler behind: the stages after it would not stop any more."""
     in_main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT)
     try:
         yield
+    except SystemExit:
+        raise KeyboardInterrupt from None
     finally:
         if in_main:
             signal.signal(signal.SIGINT, handler)

@@ -36,7 +36,10 @@ DRIVER = """
 import sys
 from ray_eagle.config import Config
 from tests.ray.pipeline import pipeline
-pipeline(Config.model_validate_json(sys.stdin.read())).stage("train")
+try:
+    pipeline(Config.model_validate_json(sys.stdin.read())).stage("train")
+except KeyboardInterrupt:
+    sys.exit(130)
 """
 
 
@@ -105,12 +108,14 @@ def test_three_random_kills_leave_no_trace(
 def test_another_number_of_workers_goes_on_with_the_same_plan(
     captured: Path, tmp_path: Path, target_folder: Path
 ) -> None:
-    """Two workers until their driver is killed, then one; then as many as fit of eight, from its last checkpoint but one."""
+    """Two workers until Ctrl-C, then one; then as many as fit of eight, from its last checkpoint but one."""
     settings: dict[str, Any] = {"packs_per_step": 2, "checkpoint_every": 2, "noise": 0.2, "epochs": 4}
     whole, folder = fresh(captured, tmp_path / "whole"), fresh(captured, tmp_path / "x")
     train_here(tiny_config(whole, target_folder, train=settings))
     with driver(tiny_config(folder, target_folder, train={**settings, "workers": 2})) as process:
         wait_for(folder, 3, process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
     assert 0 < step(folder) < step(whole)
     watch = Watch()
     pipeline(tiny_config(folder, target_folder, train=settings), watch).stage("train")
