@@ -10,11 +10,11 @@ import torch
 
 from ray_eagle.errors import DatasetError
 from ray_eagle.hidden_states import reader
-from ray_eagle.hidden_states.dataset import DatasetWriter, read_plan
+from ray_eagle.hidden_states.dataset import DatasetWriter, read_plan, record_name
 from ray_eagle.hidden_states.lending import borrowed, lent_rows
 from ray_eagle.hidden_states.plan import Unit
 from ray_eagle.hidden_states.reader import HiddenStates, on_network
-from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample
+from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample, encode, schema
 from ray_eagle.hidden_states.verify import discard, verify
 from ray_eagle.run import Folder
 from tests.random_data import make_plan, random_dataset, write_shard
@@ -43,6 +43,17 @@ def test_a_shard_is_a_plain_arrow_file(tmp_path: Path, state_dtype: str) -> None
     plain = [s for i, u in enumerate(units) if u.split == "train" for s in slow_read(folder, states.records[i].file)]
     assert len(plain) == len(states) > 5
     assert all(equal(a, b) for a, b in zip(plain, states, strict=True))
+
+
+def test_the_bytes_of_a_shard_are_those_of_arrows_plain_writer(tmp_path: Path) -> None:
+    folder, units, written = random_dataset(tmp_path)
+    kind = schema(8, "bfloat16")
+    for unit in units:
+        plain = pa.BufferOutputStream()
+        with pa.ipc.new_file(plain, kind) as writer:
+            for sample in unit.samples:
+                writer.write_batch(encode(written[sample.sample_id], kind))
+        assert plain.getvalue().to_pybytes() == folder.read_bytes(folder.read_json(record_name(unit.index))["file"])
 
 
 @pytest.mark.parametrize("where", ["mapped", "positional", "remote"])
