@@ -88,7 +88,7 @@ def test_a_row_of_more_than_2_to_the_31_numbers_is_written_and_read(tmp_path: Pa
     shard = Path(folder.file(record.file))
     assert shard.stat().st_size == record.bytes > 2**31 and shard.stat().st_blocks * 512 < 2**24
     assert pa.ipc.open_file(pa.memory_map(str(shard))).num_record_batches == 1  # as any Arrow reader sees it
-    message = open_file(folder, record.file, folder).read(record.rows[0])
+    message = open_file(folder, record.file, "").read(record.rows[0])
     read = decode(pa.ipc.read_record_batch(message, schema(hidden, "float8")))
     assert read.aux.shape == sample.aux.shape and read.aux[-1].float().count_nonzero() == 0
     assert torch.equal(read.last, sample.last) and torch.equal(read.lse, sample.lse)
