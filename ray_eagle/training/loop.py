@@ -289,7 +289,7 @@ class Trainer:
             "drafter": self.drafter.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
-            "history": self.history.text() if self.history else "",
+            "history": self.history.save() if self.history else "",
         }
         torch.save(state, path)
 
