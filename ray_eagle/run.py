@@ -125,7 +125,7 @@ class Folder:
         return self.fs.get_file_info(path).type != pafs.FileType.NotFound
 
     def stamp(self, name: str) -> tuple[int | None, int | None] | None:
-        """Length and time of the last change of a file, which are others after a change; None without one."""
+        """Length and time of the last change of a file: while they stay, so does its content. None without a file."""
         info = self.fs.get_file_info(self.file(name))
         return None if info.type == pafs.FileType.NotFound else (info.size, info.mtime_ns)
 
