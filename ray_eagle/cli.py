@@ -193,11 +193,18 @@ def verify_command(
             print(json.dumps({"folder": folder, "faults": messages}))
         else:
             print("\n".join(messages) or f"{folder}: everything is as it was written")
-        if faults and repair:
-            discard(Folder.at(folder), {fault.unit for fault in faults})
+        lent = {fault.unit for fault in faults if fault.lent}
+        own = {fault.unit for fault in faults} - lent
+        if own and repair:
+            discard(Folder.at(folder), own)
             progress.say("verify: the damaged units are discarded; run `ray-eagle extract` to make them again")
-        elif faults:
+        elif own:
             progress.say("verify: --repair discards the damaged units, then `ray-eagle extract` makes them again")
+        if lent:
+            progress.say(
+                f"verify: borrowed units that stay as they are: {len(lent)}. Repair the dataset that lends them first, as said"
+            )
+        if lent or (own and not repair):
             raise typer.Exit(1)
 
 

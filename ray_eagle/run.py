@@ -124,6 +124,11 @@ class Folder:
         path = self.file(name) if name else self.path
         return self.fs.get_file_info(path).type != pafs.FileType.NotFound
 
+    def stamp(self, name: str) -> tuple[int | None, int | None] | None:
+        """Length and time of the last change of a file: while they stay, so does its content. None without a file."""
+        info = self.fs.get_file_info(self.file(name))
+        return None if info.type == pafs.FileType.NotFound else (info.size, info.mtime_ns)
+
     def names(self) -> list[str]:
         """Names of the files directly inside, sorted; empty if the folder does not exist."""
         selector = pafs.FileSelector(self.path, allow_not_found=True)

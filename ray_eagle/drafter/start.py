@@ -13,6 +13,7 @@ from ray_eagle.drafter.model import Drafter
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.errors import CheckpointError, ConfigError
 from ray_eagle.hidden_states.reader import HiddenStates
+from ray_eagle.hidden_states.schema import AUX_LAYERS, aux_states
 from ray_eagle.target.families import family_of
 from ray_eagle.target.loading import UNPACKED, TargetFacts, head_and_embedding, read_target_tensor
 from ray_eagle.target.sizes import LatentSizes
@@ -20,6 +21,8 @@ from ray_eagle.target.sizes import LatentSizes
 INITIAL_STD = 0.02
 FUSED_RMS = 0.6
 """Root mean square of the fused aux states that a drafter from scratch starts with."""
+ROWS = 256
+"""Tokens whose aux states are made into float64 at once: a sample may have a hundred thousand."""
 LATENT_ROPES = ("default", "yarn")
 """What engines read of latent attention: they take every scaled RoPE for YaRN. Of another kind only the base is kept."""
 
@@ -100,8 +103,13 @@ def channel_rms(samples: HiddenStates, most: int = 64) -> Tensor:
 
     (Targets keep a huge state there, whatever the token is.) Samples of one token alone give ones.
     """
-    aux_TC = torch.cat([samples[i].aux_states(torch.float32)[1:] for i in range(min(most, len(samples)))])
-    return aux_TC.square().mean(0).sqrt().clamp(min=1e-3) if len(aux_TC) else torch.ones(aux_TC.shape[1])
+    sum_C, count = torch.zeros(AUX_LAYERS * samples.plan.hidden_size, dtype=torch.float64), 0
+    for sample in (samples[i] for i in range(min(most, len(samples)))):
+        for part in (slice(at, at + ROWS) for at in range(1, len(sample.aux), ROWS)):
+            aux_TC = aux_states(sample.aux[part], None if sample.aux_scale is None else sample.aux_scale[part])
+            sum_C += aux_TC.double().square().sum(0)
+            count += len(aux_TC)
+    return (sum_C / count).sqrt().float().clamp(min=1e-3) if count else torch.ones(len(sum_C))
 
 
 def move_rows(drafter: Drafter, d2t: Tensor, t2d: Tensor, head_VH: Tensor) -> Drafter:

@@ -55,12 +55,19 @@ def lent_rows(lenders: Iterable[str], plan: DatasetPlan) -> dict[str, str]:
     return lent
 
 
+def lent_record(place: str) -> tuple[UnitRecord, str]:
+    """The record of a lender, and where its shard lies. Raises InputError or OSError when it cannot be read, ValueError when it
+    is damaged."""
+    folder, name = locate(Folder.at("."), place)
+    record = parse_record(folder.read_bytes(name))
+    return record, record.file if "/" in record.file else folder.place(record.file)
+
+
 def borrowed(unit: Unit) -> UnitRecord:
     """The record of a unit whose rows lie in its lender's shard. Raises DatasetError when the lender has no such rows."""
     assert unit.lender is not None
-    folder, name = locate(Folder.at("."), unit.lender)
     try:
-        lender = parse_record(folder.read_bytes(name))
+        lender, file = lent_record(unit.lender)
     except (InputError, ValueError) as error:
         raise DatasetError(
             f"{unit.lender} was to lend {len(unit.samples)} samples ({error}). Run `ray-eagle extract` in the run that lends, "
@@ -78,7 +85,7 @@ def borrowed(unit: Unit) -> UnitRecord:
     ids, counts = count_tokens(supervised)
     return UnitRecord(
         unit=unit.index,
-        file=lender.file if "/" in lender.file else folder.place(lender.file),
+        file=file,
         rows=rows,
         tokens=unit.tokens,
         supervised_tokens=sum(counts),

@@ -38,6 +38,8 @@ class Row:
 
     file: str
     record: RowRecord
+    lender: str | None
+    """Of its unit."""
 
 
 class HiddenStates:
@@ -59,7 +61,8 @@ class HiddenStates:
                     raise DatasetError(
                         f"{folder.file(record_name(index))} is missing: unit {index} was never committed. Run `ray-eagle verify {folder.path} --repair`, then `ray-eagle extract`."
                     )
-                self.rows += [Row(self.records[index].file, row) for row in self.records[index].rows]
+                record = self.records[index]
+                self.rows += [Row(record.file, row, unit.lender) for row in record.rows]
         self._schema = schema(self.plan.hidden_size, self.plan.state_dtype)
         self._files: OrderedDict[str, _File] = OrderedDict()
 
@@ -96,8 +99,8 @@ class HiddenStates:
         found = xxhash.xxh3_128_hexdigest(self._file(row).read(row.record))
         if found != row.record.checksum:
             raise DatasetError(
-                f"{row.file}, sample {row.record.sample_id}: checksum {row.record.checksum} was stored, {found} found. Run "
-                f"`ray-eagle verify {self.folder.path} --repair`, then `ray-eagle extract`."
+                f"{row.file}, sample {row.record.sample_id}: checksum {row.record.checksum} was stored, {found} found. "
+                f"{way_out(self.folder, row.lender)}"
             )
 
     def batches(self, groups: Iterable[list[int]], *, ahead: int = 2, threads: int = 2) -> Iterator[list[Sample]]:
@@ -135,7 +138,7 @@ class HiddenStates:
     def _file(self, row: Row) -> "_File":
         if row.file not in self._files:
             folder, name = locate(self.folder, row.file)
-            self._files[row.file] = open_file(folder, name, self.folder)
+            self._files[row.file] = open_file(folder, name, way_out(self.folder, row.lender))
             if len(self._files) > OPEN_FILES:
                 self._files.popitem(last=False)
         self._files.move_to_end(row.file)
@@ -145,7 +148,8 @@ class HiddenStates:
         try:
             return decode(pa.ipc.read_record_batch(message, self._schema))
         except (pa.ArrowException, OSError, UnicodeDecodeError, RuntimeError) as error:
-            raise damaged(row.file, f"sample {row.record.sample_id}: {error}", self.folder) from None
+            fix = way_out(self.folder, row.lender)
+            raise damaged(row.file, f"sample {row.record.sample_id}: {error}", fix) from None
 
 
 def locate(folder: Folder, file: str) -> tuple[Folder, str]:
@@ -157,21 +161,32 @@ def locate(folder: Folder, file: str) -> tuple[Folder, str]:
     return Folder.at(lender + mark + options), name
 
 
-def open_file(folder: Folder, name: str, dataset: Folder) -> "_File":
-    """A shard of a dataset, or of its lender, for reading. Raises DatasetError when it is missing or empty."""
+def way_out(dataset: Folder, lender: str | None) -> str:
+    """Of damaged rows. Those that are borrowed (`lender`: the record that lends them) must be made again where they lie."""
+    here = f"`ray-eagle verify {dataset.uri} --repair`, then `ray-eagle extract`"
+    if lender is None:
+        return f"Run {here}."
+    there = locate(dataset, lender)[0].uri
+    return (
+        f"It is borrowed: run `ray-eagle verify {there} --repair` and `ray-eagle extract` in the run that lends first, then "
+        f"{here} here. If that run is gone, take it out of extract.share and run `ray-eagle extract --redo`."
+    )
+
+
+def open_file(folder: Folder, name: str, fix: str) -> "_File":
+    """A shard of a dataset, or of its lender, for reading. Raises DatasetError, which ends with `fix`, when it is missing or
+    empty."""
     path = folder.file(name)
     try:
         if not folder.is_local:
-            return _Remote(folder.fs.open_input_file(path), path, dataset)
-        return _Positional(path, dataset) if on_network(Path(path).resolve()) else _Mapped(path, dataset)
+            return _Remote(folder.fs.open_input_file(path), path, fix)
+        return _Positional(path, fix) if on_network(Path(path).resolve()) else _Mapped(path, fix)
     except (OSError, ValueError) as error:
-        raise damaged(path, str(error), dataset) from None
+        raise damaged(path, str(error), fix) from None
 
 
-def damaged(path: str, reason: str, folder: Folder) -> DatasetError:
-    return DatasetError(
-        f"shard {path} cannot be read ({reason}). Run `ray-eagle verify {folder.path} --repair`, then `ray-eagle extract`."
-    )
+def damaged(path: str, reason: str, fix: str) -> DatasetError:
+    return DatasetError(f"shard {path} cannot be read ({reason}). {fix}")
 
 
 def on_network(path: Path, mounts: str | None = None) -> bool:
@@ -201,8 +216,8 @@ class _File:
 
 
 class _Positional(_File):
-    def __init__(self, path: str, folder: Folder) -> None:
-        self.path, self.folder = path, folder
+    def __init__(self, path: str, fix: str) -> None:
+        self.path, self.fix = path, fix
         self.handle = os.open(path, os.O_RDONLY)
 
     def read(self, row: RowRecord) -> pa.Buffer:
@@ -215,7 +230,7 @@ class _Positional(_File):
         while done < row.bytes:
             count = os.preadv(self.handle, [part[done:]], row.start + done)
             if not count:
-                raise damaged(self.path, f"sample {row.sample_id} is cut off", self.folder)
+                raise damaged(self.path, f"sample {row.sample_id} is cut off", self.fix)
             done += count
 
     def __del__(self) -> None:
@@ -226,27 +241,27 @@ class _Positional(_File):
 class _Mapped(_Positional):
     """Views of the page cache for single rows; batches are read, since faulting pages in one by one is slower."""
 
-    def __init__(self, path: str, folder: Folder) -> None:
-        super().__init__(path, folder)
+    def __init__(self, path: str, fix: str) -> None:
+        super().__init__(path, fix)
         self.map = pa.py_buffer(mmap.mmap(self.handle, 0, prot=mmap.PROT_READ))
 
     def read(self, row: RowRecord) -> pa.Buffer:
         if row.start + row.bytes > len(self.map):
-            raise damaged(self.path, f"sample {row.sample_id} is cut off", self.folder)
+            raise damaged(self.path, f"sample {row.sample_id} is cut off", self.fix)
         return self.map.slice(row.start, row.bytes)
 
 
 class _Remote(_File):
-    def __init__(self, file: Any, path: str, folder: Folder) -> None:
-        self.file, self.path, self.folder = file, path, folder
+    def __init__(self, file: Any, path: str, fix: str) -> None:
+        self.file, self.path, self.fix = file, path, fix
 
     def read(self, row: RowRecord) -> pa.Buffer:
         try:
             message = pa.py_buffer(self.file.read_at(row.bytes, row.start))
         except OSError as error:
-            raise damaged(self.path, str(error), self.folder) from None
+            raise damaged(self.path, str(error), self.fix) from None
         if len(message) != row.bytes:
-            raise damaged(self.path, f"sample {row.sample_id} is cut off", self.folder)
+            raise damaged(self.path, f"sample {row.sample_id} is cut off", self.fix)
         return message
 
     def read_into(self, row: RowRecord, part: memoryview) -> None:

@@ -17,6 +17,8 @@ from ray_eagle.hidden_states.schema import Sample, encode, schema
 from ray_eagle.run import Folder, content_hash, sync
 
 MAGIC = b"ARROW1\0\0"
+LONG_ROWS = pa.ipc.IpcWriteOptions(allow_64bit=True)
+"""3H numbers for each token are more than 2^31 in a row of 100,000 tokens of a large target."""
 
 
 class RowRecord(BaseModel):
@@ -86,7 +88,7 @@ class ShardWriter:
         except OSError as error:
             raise self._unwritable(error) from None
         self._stream = _Stream(self._file, begin=len(MAGIC) + len(self._kind.serialize()))
-        self._writer = pa.ipc.new_file(pa.PythonFile(self._stream, "w"), self._kind)
+        self._writer = pa.ipc.new_file(pa.PythonFile(self._stream, "w"), self._kind, options=LONG_ROWS)
 
     def close(self) -> None:
         """Delete the file unless it is finished."""

@@ -13,8 +13,9 @@ import xxhash
 
 from ray_eagle.errors import DatasetError, InputError
 from ray_eagle.hidden_states.dataset import parse_record, read_plan, record_name
+from ray_eagle.hidden_states.lending import lent_record
 from ray_eagle.hidden_states.plan import DatasetPlan
-from ray_eagle.hidden_states.reader import locate
+from ray_eagle.hidden_states.reader import locate, way_out
 from ray_eagle.hidden_states.schema import Sample, decode, sample_id, schema
 from ray_eagle.hidden_states.shard import UnitRecord, combined_checksum, count_tokens
 from ray_eagle.lock import refuse_if_locked
@@ -27,6 +28,8 @@ class Fault:
 
     unit: int
     message: str
+    lent: bool = False
+    """The bytes are borrowed, and are the ones that would be borrowed again: the dataset that lends them comes first."""
 
 
 def verify(folder: Folder, progress: Callable[[int, int], None] | None = None) -> list[Fault]:
@@ -34,7 +37,7 @@ def verify(folder: Folder, progress: Callable[[int, int], None] | None = None) -
     plan = read_plan(folder)
     faults: list[Fault] = []
     for index in range(len(plan.units)):
-        faults += [Fault(index, message) for message in _verify_unit(folder, plan, index)]
+        faults += _verify_unit(folder, plan, index)
         if progress:
             progress(index + 1, len(plan.units))
     return faults
@@ -50,29 +53,53 @@ def discard(folder: Folder, units: set[int]) -> None:
         folder.write_json("origin.json", {**folder.read_json("origin.json"), "finished": None})
 
 
-def _verify_unit(folder: Folder, plan: DatasetPlan, index: int) -> list[str]:
-    name = record_name(index)
+def _verify_unit(folder: Folder, plan: DatasetPlan, index: int) -> list[Fault]:
     try:
-        record = parse_record(folder.read_bytes(name))
+        record = _read_record(folder, plan, index)
+    except DatasetError as error:
+        return [Fault(index, str(error))]
+    faults, lender = _verify_shard(folder, plan, record), plan.units[index].lender
+    if faults and lender and _lends(lender, record.file):
+        return [Fault(index, f"{fault}. {way_out(folder, lender)}", lent=True) for fault in faults]
+    return [Fault(index, fault) for fault in faults]
+
+
+def _read_record(folder: Folder, plan: DatasetPlan, index: int) -> UnitRecord:
+    """Raises DatasetError, in the words of a fault."""
+    path = folder.file(record_name(index))
+    try:
+        record = parse_record(folder.read_bytes(record_name(index)))
     except InputError:
-        return [f"{folder.file(name)}: missing, unit {index} was never committed"]
+        raise DatasetError(f"{path}: missing, unit {index} was never committed") from None
     except OSError as error:
-        return [f"{folder.file(name)}: cannot be read ({error})"]
+        raise DatasetError(f"{path}: cannot be read ({error})") from None
     except ValueError as error:
-        return [f"{folder.file(name)}: damaged record ({error})"]
-    home, file = locate(folder, record.file)
-    path = home.file(file)
+        raise DatasetError(f"{path}: damaged record ({error})") from None
     held = [row.sample_id for row in record.rows]
     aside = {row.sample_id for row in record.quarantined}
     if record.unit != index or held != [s for s in plan.units[index].samples if s not in aside]:
-        return [f"{folder.file(name)}: its samples are not the ones planned for unit {index}"]
+        raise DatasetError(f"{path}: its samples are not the ones planned for unit {index}")
+    return record
+
+
+def _lends(lender: str, file: str) -> bool:
+    """Whether borrowing again gives the same shard, or nothing: the lender did not make it again yet."""
+    try:
+        return lent_record(lender)[1] == file
+    except (InputError, OSError, ValueError):
+        return True
+
+
+def _verify_shard(folder: Folder, plan: DatasetPlan, record: UnitRecord) -> list[str]:
+    home, file = locate(folder, record.file)
+    path = home.file(file)
     try:
         data = pa.py_buffer(home.read_bytes(file))
     except InputError:
-        return [f"{path}: missing, {name} names it"]
+        return [f"{path}: missing, {record_name(record.unit)} names it"]
     except OSError as error:
         return [f"{path}: cannot be read ({error})"]
-    own = plan.units[index].lender is None
+    own = plan.units[record.unit].lender is None
     whole = _verify_frame(path, data, record) if own else []
     faults = [f"{path}, {fault}" for fault in _verify_rows(plan, data, record)]
     if own and not faults and not whole:

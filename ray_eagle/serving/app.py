@@ -33,6 +33,7 @@ from ray_eagle.errors import ConfigError, EagleError, InputError, ServingError
 from ray_eagle.probing.probe import ProbeReport
 from ray_eagle.serving import page
 from ray_eagle.serving.child import free_port
+from ray_eagle.serving.claim import claimed
 from ray_eagle.serving.client import HandleClient
 from ray_eagle.serving.engine import EngineFacts, Speculation
 from ray_eagle.serving.events import NDJSON, Emit, Progressed, Reported
@@ -234,26 +235,33 @@ def deployed(
     if not ray.is_initialized():
         raise ServingError("server: expected a connection to Ray, found none. Call ray.init first.")
     _await_resources(config)
-    running = _get_global_client(raise_if_no_controller_running=False)
-    if running and app_name in serve.status().applications:
-        raise ServingError(
-            f"server: the app {app_name!r} already runs on this cluster. Wait for the run that owns it, choose another "
-            f"name, or remove it: serve.delete({app_name!r})."
-        )
+    with claimed(config.serve.start_s):
+        running = _get_global_client(raise_if_no_controller_running=False)
+        if running and app_name in serve.status().applications:
+            raise ServingError(
+                f"server: the app {app_name!r} already runs on this cluster. Wait for the run that owns it, choose another "
+                f"name, or remove it: serve.delete({app_name!r})."
+            )
+        try:
+            prefix = f"/{app_name}" if running else "/"
+            url = _start_http(config.serve) + prefix.rstrip("/")
+            target = serve.RunTarget(
+                application(config, drafter_folder=drafter_folder, random_shape=random_shape, starting=starting),
+                name=app_name,
+                route_prefix=prefix,
+                logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+            )
+            [handle] = serve.run_many([target], wait_for_applications_running=False)
+        except BaseException:
+            _remove(app_name, shut_down=running is None)
+            raise
     try:
-        prefix = f"/{app_name}" if running else "/"
-        url = _start_http(config.serve) + prefix.rstrip("/")
-        target = serve.RunTarget(
-            application(config, drafter_folder=drafter_folder, random_shape=random_shape, starting=starting),
-            name=app_name,
-            route_prefix=prefix,
-            logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
-        )
-        [handle] = serve.run_many([target], wait_for_applications_running=False)
         _await_running(app_name, config.serve.start_s)
         yield HandleClient(handle, url)
     finally:
-        _remove(app_name, shut_down=running is None)
+        if ray.is_initialized():
+            with claimed(config.serve.start_s):
+                _remove(app_name, shut_down=running is None)
 
 
 def _start_http(config: ServeConfig) -> str:

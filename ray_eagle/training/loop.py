@@ -114,7 +114,7 @@ class Trainer:
         d2t, t2d = read_map(job.run.of("vocab"))
         seed = job.config.seed
         self.data = HiddenStates(job.run.of("extract"), "train").by_id()
-        rms_C = channel_rms(self.data)
+        rms_C = None if job.config.drafter.path else channel_rms(self.data)
         moves = not job.config.vocab.keep_given
         drafter = start_drafter(job.config.drafter, job.facts, d2t, t2d, seed, rms_C, reindex=moves)
         self.drafter = drafter.to(self.device)
@@ -288,7 +288,7 @@ class Trainer:
             "drafter": self.drafter.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
-            "history": self.history.text() if self.history else "",
+            "history": self.history.save() if self.history else "",
         }
         torch.save(state, path)
 

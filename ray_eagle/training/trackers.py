@@ -1,12 +1,14 @@
 """The curves of a run: logs/train.jsonl, gauges on the Ray dashboard, and the trackers that the settings name.
 
-A tracker is opened at its first row and closed at the end; a resumed run goes on in the same one.
+A tracker is opened at its first row and closed at the end; a resumed run goes on in the same one. The file is written whole, on
+every filesystem alike, and therefore the more seldom the longer it is.
 """
 
 import hashlib
 import importlib.util
 import json
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, Protocol
 
 from ray_eagle.errors import ConfigError, explain
@@ -17,6 +19,8 @@ PROJECT = "ray_eagle"
 MLFLOW_RUN = "mlflow.json"
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 COUNTERS = ("step", "steps")
+PAUSE = 50
+"""Times as long as the last write of the file took, the next one waits: a fiftieth of the run goes into it, however long."""
 
 
 class Tracker(Protocol):
@@ -116,12 +120,15 @@ class History:
         self.rows: list[dict[str, float]] = []
         self.trackers: list[Tracker] | None = None
         self.gauges: dict[str, Any] = {}
+        self.due = 0.0
+        """From when on a new row is written to the file at once."""
 
     def add(self, row: dict[str, float]) -> None:
         from ray.util.metrics import Gauge
 
         self.rows.append(row)
-        self.folder.write_jsonl(HISTORY, self.rows)
+        if monotonic() >= self.due:
+            self.write()
         if self.trackers is None:
             self.trackers = [OPEN[name](self.folder, int(row["step"])) for name in self.names]
         for tracker in self.trackers:
@@ -131,15 +138,26 @@ class History:
                 self.gauges[name] = Gauge(f"eagle_train_{name}", description=f"{name} of the training run")
             self.gauges[name].set(value)
 
+    def write(self) -> None:
+        """Have the file hold every row."""
+        began = monotonic()
+        self.folder.write_jsonl(HISTORY, self.rows)
+        ended = monotonic()
+        self.due = ended + PAUSE * (ended - began)
+
     def close(self) -> None:
+        if self.rows:
+            self.write()
         for tracker in self.trackers or []:
             tracker.close()
         self.trackers = None
 
-    def text(self) -> str:
+    def save(self) -> str:
+        """What a checkpoint keeps of it; the file holds every row then."""
+        self.write()
         return json.dumps(self.rows)
 
     def restore(self, text: str) -> None:
         """Go back to the rows of a checkpoint: what a killed worker logged after it is logged again."""
         self.rows = json.loads(text)
-        self.folder.write_jsonl(HISTORY, self.rows)
+        self.write()

@@ -146,6 +146,8 @@ class _Follow:
         self.progress = progress
         self.done = float(done)
         self.started = False
+        self.seen: object = None
+        """Stamp of the file when it was read last."""
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -165,8 +167,10 @@ class _Follow:
             self._show()
 
     def _show(self) -> None:
-        if not self.folder.exists(HISTORY):
+        stamp = self.folder.stamp(HISTORY)  # before it is read: what comes meanwhile is seen the next time
+        if stamp in (None, self.seen):
             return
+        self.seen = stamp
         rows = self.folder.read_jsonl(HISTORY)
         if not rows:
             return

@@ -16,9 +16,11 @@ from typer.testing import CliRunner
 from ray_eagle.cli import app
 from ray_eagle.cli_options import explained
 from ray_eagle.conversations.conversation import Conversation, part_name
-from ray_eagle.hidden_states.dataset import read_plan
+from ray_eagle.hidden_states.dataset import read_plan, record_name
 from ray_eagle.run import Folder, RunFolder
 from tests.drafters import tiny_folder
+from tests.random_data import random_dataset
+from tests.unit.test_reader import borrower
 from tests.unit.test_vocab import random_rows, write_dataset
 
 READ_ONLY = Path("/proc/ray_eagle")  # where not even root can make anything
@@ -120,6 +122,23 @@ def test_verify_says_a_line_in_a_while_not_one_a_unit(tmp_path: Path) -> None:
     assert (code, out) == (0, f"{tmp_path}: everything is as it was written\n")
     assert err.startswith(f"verify: {units} of {units} units, ")
     assert len(err.splitlines()) == 1
+
+
+def test_verify_repairs_no_borrowed_unit_whose_lender_is_damaged(tmp_path: Path) -> None:
+    lender, units, _ = random_dataset(tmp_path / "lender")
+    folder = borrower(tmp_path / "mine", units, lender)
+    folder.write_json("origin.json", {"finished": "now"})
+    shard = Path(lender.file(lender.read_json(record_name(1))["file"]))
+    shard.write_bytes(shard.read_bytes()[:-2000])
+    for words in ((), ("--repair",)):
+        code, out, err = run("verify", folder.path, *words)
+        assert code == 1 and f"ray-eagle verify {lender.path} --repair" in out
+        assert "borrowed units that stay as they are: 1." in err and "discard" not in err
+    assert folder.exists(record_name(1)) and folder.read_json("origin.json") == {"finished": "now"}
+    folder.write_bytes(record_name(2), b"damage of its own")
+    code, out, err = run("verify", folder.path, "--repair")
+    assert code == 1 and "the damaged units are discarded" in err and "stay as they are" in err
+    assert folder.exists(record_name(1)) and not folder.exists(record_name(2))
 
 
 # --- conversations --------------------------------------------------------------------------------------------------

@@ -1,12 +1,17 @@
 """The dataset: round trips, exactly-once commits, locks, and every damage found by verify."""
 
+import io
 import os
 import random
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.fs as pafs
 import pytest
 import torch
@@ -16,8 +21,10 @@ from ray_eagle.conversations.conversation import Conversation
 from ray_eagle.errors import DatasetError, LockedError
 from ray_eagle.hidden_states.dataset import DatasetWriter, parse_record, read_plan, record_name
 from ray_eagle.hidden_states.plan import plan_packs, plan_units, tokenise
-from ray_eagle.hidden_states.reader import HiddenStates
-from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample
+from ray_eagle.hidden_states.quantise import groups
+from ray_eagle.hidden_states.reader import HiddenStates, open_file
+from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample, decode, schema
+from ray_eagle.hidden_states.shard import ShardWriter
 from ray_eagle.hidden_states.verify import discard, verify
 from ray_eagle.run import Folder
 from tests.random_data import make_plan, random_dataset, random_states, write_shard
@@ -40,6 +47,51 @@ def test_what_is_read_is_what_was_written_bit_for_bit(tmp_path: Path, state_dtyp
     assert {s.sample_id for s in read} == written.keys()
     assert all(equal(sample, written[sample.sample_id]) for sample in read)
     assert verify(folder) == []
+
+
+class Sparse(pafs.LocalFileSystem):
+    """Large pieces that are written are zeros here: they become holes, which take no disk."""
+
+    def open_output_stream(self, path: str) -> Any:
+        return Holes(path, "w")
+
+
+class Holes(io.FileIO):
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        return super().write(data) if size < 2**20 else self.seek(size, os.SEEK_CUR)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.truncate()
+        super().close()
+
+
+def test_a_row_of_more_than_2_to_the_31_numbers_is_written_and_read(tmp_path: Path) -> None:
+    hidden = 7168
+    tokens = 2**31 // (3 * hidden) + 1
+    sample = Sample(
+        "long",
+        "s",
+        torch.zeros(tokens, dtype=torch.int32),
+        torch.zeros(tokens, dtype=torch.uint8),
+        torch.from_numpy(np.zeros((tokens, 3 * hidden), np.uint8)).view(torch.float8_e4m3fn),  # pages nobody touches
+        torch.ones(1, hidden, dtype=torch.bfloat16),
+        torch.ones(1, dtype=torch.int32),
+        torch.ones(1),
+        torch.from_numpy(np.zeros((tokens, 3 * groups(hidden)), np.uint8)),
+    )
+    folder = Folder(Sparse(), str(tmp_path))
+    with closing(ShardWriter(folder, 0, hidden, "float8")) as writer:
+        writer.add(sample)
+        record = writer.finish()
+    shard = Path(folder.file(record.file))
+    assert shard.stat().st_size == record.bytes > 2**31 and shard.stat().st_blocks * 512 < 2**24
+    assert pa.ipc.open_file(pa.memory_map(str(shard))).num_record_batches == 1  # as any Arrow reader sees it
+    message = open_file(folder, record.file, "").read(record.rows[0])
+    read = decode(pa.ipc.read_record_batch(message, schema(hidden, "float8")))
+    assert read.aux.shape == sample.aux.shape and read.aux[-1].float().count_nonzero() == 0
+    assert torch.equal(read.last, sample.last) and torch.equal(read.lse, sample.lse)
 
 
 def test_random_access_gives_the_planned_sample_of_the_split(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Reading ahead, positional reads, other filesystems and lent rows, against plain one-by-one access."""
 
 import random
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,12 +12,12 @@ import torch
 
 from ray_eagle.errors import DatasetError
 from ray_eagle.hidden_states import reader
-from ray_eagle.hidden_states.dataset import DatasetWriter, read_plan
+from ray_eagle.hidden_states.dataset import DatasetWriter, read_plan, record_name
 from ray_eagle.hidden_states.lending import borrowed, lent_rows
 from ray_eagle.hidden_states.plan import Unit
 from ray_eagle.hidden_states.reader import HiddenStates, on_network
-from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample
-from ray_eagle.hidden_states.verify import discard, verify
+from ray_eagle.hidden_states.schema import STATE_DTYPES, Sample, encode, schema
+from ray_eagle.hidden_states.verify import Fault, discard, verify
 from ray_eagle.run import Folder
 from tests.random_data import make_plan, random_dataset, write_shard
 from tests.unit.test_hidden_states import equal
@@ -43,6 +45,17 @@ def test_a_shard_is_a_plain_arrow_file(tmp_path: Path, state_dtype: str) -> None
     plain = [s for i, u in enumerate(units) if u.split == "train" for s in slow_read(folder, states.records[i].file)]
     assert len(plain) == len(states) > 5
     assert all(equal(a, b) for a, b in zip(plain, states, strict=True))
+
+
+def test_the_bytes_of_a_shard_are_those_of_arrows_plain_writer(tmp_path: Path) -> None:
+    folder, units, written = random_dataset(tmp_path)
+    kind = schema(8, "bfloat16")
+    for unit in units:
+        plain = pa.BufferOutputStream()
+        with pa.ipc.new_file(plain, kind) as writer:
+            for sample in unit.samples:
+                writer.write_batch(encode(written[sample.sample_id], kind))
+        assert plain.getvalue().to_pybytes() == folder.read_bytes(folder.read_json(record_name(unit.index))["file"])
 
 
 @pytest.mark.parametrize("where", ["mapped", "positional", "remote"])
@@ -229,6 +242,57 @@ def test_rows_of_another_run_are_read_where_they_are(tmp_path: Path) -> None:
     Path(mine[0].lender or "").unlink()
     with pytest.raises(DatasetError, match=r"was to lend .*extract\.share"):
         borrowed(mine[0])
+
+
+def borrower(path: Path, units: list[Unit], lender: Folder) -> Folder:
+    """A dataset of the same units, every row of which is borrowed."""
+    lent = [replace(unit, lender=lender.place(record_name(unit.index))) for unit in units]
+    folder = Folder.at(path)
+    with DatasetWriter(folder, make_plan(lent, hidden=8, vocab=50)) as writer:
+        for unit in lent:
+            writer.commit(borrowed(unit))
+    return folder
+
+
+def borrow_again(folder: Folder, units: list[Unit], lender: Folder, faults: list[Fault]) -> None:
+    discard(folder, {fault.unit for fault in faults})
+    with DatasetWriter(folder, read_plan(folder)) as writer:
+        for unit in {fault.unit for fault in faults}:
+            writer.commit(borrowed(replace(units[unit], lender=lender.place(record_name(unit)))))
+
+
+def test_damage_to_what_is_borrowed_is_repaired_where_it_lies(tmp_path: Path) -> None:
+    """The third borrows from the second, which borrows from the first: each is sent to its own lender until that is whole."""
+    first, units, written = random_dataset(tmp_path / "first")
+    second = borrower(tmp_path / "second", units, first)
+    third = borrower(tmp_path / "third", units, second)
+    row = HiddenStates(second, "train").rows[0]
+    path = Path(row.file)
+    data = bytearray(path.read_bytes())
+    data[row.record.start + row.record.bytes - 70] ^= 1
+    path.write_bytes(data)
+    for folder, lender in ((second, first), (third, second)):
+        [fault] = verify(folder)
+        way_out = rf"verify {lender.path} --repair.*extract.*first, then .*verify {folder.path} --repair.*extract"
+        assert fault.lent and str(path) in fault.message and re.search(way_out, fault.message)
+        with pytest.raises(DatasetError, match=rf"checksum .*{way_out}"):
+            HiddenStates(folder, "train").check(0)
+        borrow_again(folder, units, lender, [fault])
+        assert verify(folder) == [fault], "borrowing the same bytes again repairs nothing"
+    discard(first, {fault.unit for fault in verify(first) if not fault.lent})
+    assert all(fault.lent for fault in verify(second)), "nothing can be borrowed yet"
+    with DatasetWriter(first, read_plan(first)) as writer:
+        [index] = set(range(len(units))) - writer.records.keys()
+        writer.commit(
+            write_shard(first, units[index], [written[s.sample_id] for s in units[index].samples], 8, "bfloat16")
+        )
+    for folder, lender in ((second, first), (third, second)):
+        with pytest.raises(DatasetError, match=rf"cannot be read.*verify {lender.path} --repair"):
+            HiddenStates(folder, "train")[0]
+        faults = verify(folder)
+        assert faults and not any(fault.lent for fault in faults)
+        borrow_again(folder, units, lender, faults)
+        assert verify(folder) == []
 
 
 def test_places_in_an_object_store_keep_their_options() -> None:

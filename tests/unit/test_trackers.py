@@ -3,14 +3,19 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import pyarrow.fs as pafs
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ray_eagle.config import TrainConfig
 from ray_eagle.errors import ConfigError
-from ray_eagle.run import Folder
-from ray_eagle.training.trackers import Mlflow, TensorBoard, Wandb, check_trackers
+from ray_eagle.progress import Silent
+from ray_eagle.run import LOGS, Folder, RunFolder
+from ray_eagle.training import trackers
+from ray_eagle.training.trackers import HISTORY, History, Mlflow, TensorBoard, Wandb, check_trackers
+from ray_eagle.training.train import _Follow
 
 WANDB = """
 import json
@@ -31,6 +36,100 @@ class MlflowClient:
     def set_terminated(self, run): note(["end", run])
 def note(line): open(PLACE, "a").write(json.dumps(line) + "\\n")
 """
+
+
+class Slow(Folder):
+    """Takes a millisecond of a clock of its own to write a row, and counts."""
+
+    now = 0.0
+    spent = 0.0
+    reads = 0
+
+    def write_jsonl(self, name: str, rows: list[Any]) -> None:
+        self.now += len(rows) / 1000
+        self.spent += len(rows) / 1000
+        super().write_jsonl(name, rows)
+
+    def read_jsonl(self, name: str) -> list[Any]:
+        self.reads += 1
+        return super().read_jsonl(name)
+
+
+def slow(folder: Folder) -> Slow:
+    return Slow(folder.fs, folder.path, folder.uri)
+
+
+def row(step: int) -> dict[str, float]:
+    return {"step": step, "steps": 600, "epoch": 1, "predicted_acceptance_length": 1.0 + step}
+
+
+def test_writing_the_log_takes_a_small_share_of_a_run_however_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row each second for ten minutes: to write all of them at each would take three."""
+    history = History(RunFolder.open(str(tmp_path)), ())
+    history.folder = folder = slow(history.folder)
+    monkeypatch.setattr(trackers, "monotonic", lambda: folder.now, raising=False)
+    behind = 0.0
+    for step in range(1, 601):
+        folder.now += 1
+        history.add(row(step))
+        found = folder.read_jsonl(HISTORY)
+        assert found == history.rows[: len(found)]
+        behind = max(behind, (step - len(found)) / step)
+    assert folder.spent < 0.02 * folder.now
+    assert behind < 0.06, "what is missing in the file is a small share of the run, too"
+    history.close()
+    assert folder.read_jsonl(HISTORY) == history.rows and len(history.rows) == 600
+
+
+def test_at_a_checkpoint_the_log_holds_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "PAUSE", 10**9)
+    run = RunFolder.open(str(tmp_path))
+    logs = run.folder(LOGS)
+    history = History(run, ())
+    for step in range(1, 6):
+        history.add(row(step))
+    assert len(logs.read_jsonl(HISTORY)) == 1, "the test is of rows that wait"
+    kept = history.save()
+    assert logs.read_jsonl(HISTORY) == [row(step) for step in range(1, 6)]
+    history.add(row(6))
+    resumed = History(run, ())
+    resumed.restore(kept)
+    assert logs.read_jsonl(HISTORY) == [row(step) for step in range(1, 6)]
+    resumed.add(row(6))
+    resumed.close()
+    assert logs.read_jsonl(HISTORY) == [row(step) for step in range(1, 7)]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["local", "elsewhere"])
+def test_the_driver_reads_the_log_when_it_changed(tmp_path: Path, elsewhere: bool) -> None:
+    class Bar(Silent):
+        done = 0.0
+
+        def start(self, task: str, total: float, unit: str, done: float = 0) -> None:
+            self.done = done
+
+        def advance(self, amount: float, note: str = "") -> None:
+            self.done += amount
+
+    place = (
+        Folder(pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem()), "run")
+        if elsewhere
+        else Folder.at(tmp_path)
+    )
+    place.folder(LOGS).create()
+    follow = _Follow(RunFolder(place.fs, place.path), bar := Bar(), done=2)
+    follow.folder = folder = slow(follow.folder)
+    follow._show()
+    assert folder.reads == 0, "there is none yet"
+    for reads, steps in ((1, 3), (2, 4), (3, 7)):
+        folder.write_jsonl(HISTORY, [row(step) for step in range(1, steps + 1)])
+        for _ in range(3):
+            follow._show()
+        assert (folder.reads, bar.done) == (reads, steps)
+    folder.delete_file(HISTORY)
+    follow._show()
 
 
 def test_a_resumed_run_replaces_what_the_killed_one_logged_after_its_checkpoint(tmp_path: Path) -> None:
