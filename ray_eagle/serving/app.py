@@ -235,7 +235,7 @@ def deployed(
     if not ray.is_initialized():
         raise ServingError("server: expected a connection to Ray, found none. Call ray.init first.")
     _await_resources(config)
-    with claimed(config.serve.start_s):
+    with claimed():
         running = _get_global_client(raise_if_no_controller_running=False)
         if running and app_name in serve.status().applications:
             raise ServingError(
@@ -260,7 +260,7 @@ def deployed(
         yield HandleClient(handle, url)
     finally:
         if ray.is_initialized():
-            with claimed(config.serve.start_s):
+            with claimed():
                 _remove(app_name, shut_down=running is None)
 
 

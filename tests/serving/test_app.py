@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from ray_eagle.drafter.checkpoint import save_drafter
 from ray_eagle.errors import InputError, ServingError
 from ray_eagle.probing.probe import ProbePrompt, ProbeReport, run_breakeven, run_probe
 from ray_eagle.serving.app import deployed
+from ray_eagle.serving.claim import claimed
 from ray_eagle.serving.client import HandleClient, HttpClient
 from ray_eagle.serving.reference import ReferenceEngine
 from tests.tiny import tiny_drafter, tiny_shape, tiny_target, tiny_tokenizer
@@ -27,6 +30,20 @@ TOKEN = "a secret"
 PROMPTS = [
     ProbePrompt(id=f"p{i}", category="even" if i % 2 == 0 else "odd", input_ids=[10 + i, 20, 30 + i]) for i in range(5)
 ]
+
+
+HOLDS = """
+import os, time, ray
+from ray_eagle.serving.claim import claimed
+ray.init(os.environ["CLUSTER"], log_to_driver=False)
+with claimed():
+    print("holds", flush=True)
+    time.sleep(600)
+"""
+
+
+def head() -> str:
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def settings(target: Path, **sections: dict[str, object]) -> Config:
@@ -244,6 +261,34 @@ def test_a_second_app_shares_the_port_and_leaves_the_first_alone(app: HandleClie
     assert set(serve.status().applications) == {"ray-eagle"}
     assert not exists(pid)
     assert app.health().ok
+
+
+def test_two_that_start_or_end_serve_do_so_one_after_the_other(cluster: None) -> None:
+    inside: list[int] = []
+    most = 0
+
+    def claim() -> None:
+        nonlocal most
+        with claimed():
+            inside.append(1)
+            most = max(most, len(inside))
+            time.sleep(0.1)
+            inside.pop()
+
+    threads = [threading.Thread(target=claim) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDS], env={**os.environ, "CLUSTER": head()}, stdout=subprocess.PIPE
+    )
+    assert holder.stdout and holder.stdout.readline() == b"holds\n"
+    holder.kill()  # a driver that dies takes its claim along
+    holder.wait()
+    with claimed():
+        pass
 
 
 def test_missing_resources_are_named(cluster: None, target_folder: Path) -> None:
