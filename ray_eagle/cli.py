@@ -46,6 +46,8 @@ SECTIONS = {name: (name,) for name in HELP if name in Config.model_fields} | {
     "run": (),
     "report": (),
 }
+WHOLE_RUN = {"extract": ("allow_quarantine",), "run": ("train_anyway", "allow_quarantine")}
+"""Settings of no section, by the stage whose help shows them."""
 
 app = typer.Typer(
     name="ray-eagle",
@@ -63,7 +65,9 @@ app.add_typer(drafter_app, name="drafter")
 
 
 def _stage_command(name: str) -> None:
-    @app.command(name, help=HELP[name], epilog=settings_help(SECTIONS.get(name, ())), context_settings=ANY_SETTING)
+    epilog = settings_help(SECTIONS.get(name, ()), WHOLE_RUN.get(name, ()))
+
+    @app.command(name, help=HELP[name], epilog=epilog, context_settings=ANY_SETTING)
     def command(
         context: typer.Context,
         config: ConfigFile = None,
@@ -73,11 +77,16 @@ def _stage_command(name: str) -> None:
         json_output: Json = False,
         debug: Debug = False,
         in_job: InJob = False,
+        from_shards: Annotated[
+            bool,
+            typer.Option(
+                "--from-shards", help="Predict from captured states, without a server.", hidden=name != "probe"
+            ),
+        ] = False,
     ) -> None:
         words = list(context.args)
-        from_shards = name == "probe" and "--from-shards" in words
-        if from_shards:
-            words.remove("--from-shards")
+        if from_shards and name != "probe":  # one command serves all stages: to the others it is as unknown as any word
+            words.append("--from-shards")
         with _explained(debug):
             loaded = load_config(config, preset, words)
             if address:
@@ -120,7 +129,7 @@ def preflight_command(
                 _run_stage("preflight", loaded.config, redo, False, json_output, in_job, out)
 
 
-@app.command("run", help=HELP["run"], epilog=settings_help(()), context_settings=ANY_SETTING)
+@app.command("run", help=HELP["run"], epilog=settings_help((), WHOLE_RUN["run"]), context_settings=ANY_SETTING)
 def run_all(
     context: typer.Context,
     config: ConfigFile = None,

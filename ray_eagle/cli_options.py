@@ -2,16 +2,19 @@
 
 import errno
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from pydantic.fields import FieldInfo
 
 from ray_eagle.config import Config, Section
 from ray_eagle.errors import ConfigError, EagleError, explain
 from ray_eagle.settings import as_yaml
 
+INDENT = "    "
 ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
 ConfigFile = Annotated[str | None, typer.Option("-c", "--config", help="YAML file with settings.")]
 Preset = Annotated[str | None, typer.Option(help="Preset to start from (smollm2-cpu, kimi-k2.5).")]
@@ -24,18 +27,27 @@ Address = Annotated[
 InJob = Annotated[bool, typer.Option("--in-job", hidden=True)]
 
 
-def settings_help(sections: tuple[str, ...]) -> str:
-    """The settings that a stage reads, as flags, each with its default, its choices and its documentation."""
+def settings_help(sections: tuple[str, ...], whole_run: tuple[str, ...] = ()) -> str:
+    """The settings that a stage reads, as flags, each with its default, its choices and its documentation.
+
+    `whole_run`: those that belong to no section.
+    """
     lines = ["Settings and their defaults (as flags, or in the YAML file; `ray-eagle config show` lists all):\n"]
+    if not sections:
+        lines = ["Any setting can be given as a flag: --train.lr 1e-3, --run FOLDER.\n"]
+    lines += [_setting_help(f"--{name.replace('_', '-')}", Config.model_fields[name]) for name in whole_run]
     for section in sections:
         kind: Any = Config.model_fields[section].annotation
         assert issubclass(kind, Section)
-        for name, field in kind.model_fields.items():
-            choices = " | ".join(_choices(field.annotation))
-            default = as_yaml(field.get_default()) + (f"  ({choices})" if choices else "")
-            described = " ".join((field.description or "").split())
-            lines.append(f"\b\n--{section}.{name} {default}\n    {described}\n")
-    return "\n".join(lines) if sections else "Any setting can be given as a flag: --train.lr 1e-3, --run FOLDER.\n"
+        lines += [_setting_help(f"--{section}.{name}", field) for name, field in kind.model_fields.items()]
+    return "\n".join(lines)
+
+
+def _setting_help(flag: str, field: FieldInfo) -> str:
+    choices = " | ".join(_choices(field.annotation))
+    default = as_yaml(field.get_default()) + (f"  ({choices})" if choices else "")
+    described = " ".join((field.description or "").split())
+    return f"\b\n{flag} {default}\n{textwrap.fill(described, 76, initial_indent=INDENT, subsequent_indent=INDENT)}\n"
 
 
 def _choices(kind: Any) -> list[str]:

@@ -100,6 +100,9 @@ async def _explained(request: Request, error: EagleError) -> JSONResponse:
 @api.exception_handler(RequestValidationError)
 async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
     faults = [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()]
+    kind = request.headers.get("content-type", "none")
+    if "json" not in kind and [e["loc"] for e in error.errors()] == [("body",)]:
+        faults = [f"expected the header `Content-Type: application/json`, found {kind}"]
     return JSONResponse({"error": "; ".join(faults)}, 422)
 
 

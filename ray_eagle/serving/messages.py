@@ -39,6 +39,9 @@ class PromptSource(Message):
         given = [name for name in ("text", "messages", "input_ids") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"expected exactly one of text, messages and input_ids, found {given or 'none'}")
+        for words in (self.text or "", *(turn.content for turn in self.messages or ())):
+            if any("\ud800" <= character <= "\udfff" for character in words):
+                raise ValueError(f"expected Unicode, found half of a surrogate pair in {given[0]}")
         return self
 
 

@@ -184,6 +184,14 @@ def test_what_is_no_request_at_all_is_a_client_error(app: HandleClient) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}"}
     broken = httpx.post(f"{app.url}/generate", content=b"{", headers=headers)
     assert (broken.status_code, list(broken.json())) == (422, ["error"])
+    for body in (rb'{"text": "\ud800"}', rb'{"messages": [{"role": "user", "content": "a\udfff"}]}'):
+        half = httpx.post(f"{app.url}/generate", content=body, headers=headers | {"Content-Type": "application/json"})
+        assert half.status_code == 422 and "half of a surrogate pair" in half.json()["error"]
+    form = headers | {"Content-Type": "application/x-www-form-urlencoded"}
+    bare = httpx.post(f"{app.url}/generate", content=b'{"text": "hi"}', headers=form)
+    assert (
+        bare.status_code == 422 and "`Content-Type: application/json`, found application/x-www" in bare.json()["error"]
+    )
     assert httpx.get(f"{app.url}/nothing", headers=headers).status_code == 404
     assert httpx.get(f"{app.url}/generate", headers=headers).status_code == 405
     for path in ("docs", "openapi.json"):

@@ -6,6 +6,7 @@ import logging
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -100,8 +101,23 @@ def test_help_shows_what_may_be_typed() -> None:
     _, _, settings = run("serve", "--help")[1].partition("lists all):")
     lines = [line for line in settings.splitlines() if line]
     assert len(lines) > 60
-    for name, described in zip(lines[::2], lines[1::2], strict=True):  # one line each, whatever its docstring's breaks
-        assert name.startswith("  --") and described.startswith("      ") and described[6] != " "
+    names = [i for i, line in enumerate(lines) if line.startswith("  --")]
+    assert len(names) > 30 and names[0] == 0
+    for start, end in pairwise([*names, len(lines)]):  # filled, whatever its docstring's breaks
+        described = lines[start + 1 : end]
+        assert described and all(line.startswith("      ") and line[6] != " " for line in described)
+        assert all(len(line) + len(after.split()[0]) > 78 - 2 for line, after in pairwise(described))
+
+
+def test_help_fits_80_columns_and_shows_flags_of_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for stage in ("breakeven", "generate", "extract", "train", "probe", "run"):
+        assert max(map(len, run(stage, "--help")[1].splitlines())) <= 80, stage
+    for stage, flag in (("extract", "--allow-quarantine"), ("run", "--train-anyway"), ("probe", "--from-shards")):
+        assert f"  {flag} " in run(stage, "--help")[1]
+    assert "--from-shards" not in run("train", "--help")[1]
+    code, _, err = run("train", "--from-shards", "--run", "x")
+    assert code == 2 and "unknown setting 'from_shards'" in err
 
 
 @pytest.mark.parametrize("stage", ["generate", "extract"])
