@@ -1,7 +1,7 @@
 """The `ray-eagle` command: parses, calls a stage, prints. No logic.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C. Results go to stdout, everything else to
-stderr; with --address, stdout is the job's log.
+Exit codes: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C or SIGTERM. Results go to stdout, everything
+else to stderr; with --address, stdout is the job's log.
 """
 
 import json
@@ -167,7 +167,7 @@ def serve_until_stopped(
     json_output: Json = False,
     debug: Debug = False,
 ) -> None:
-    with _explained(debug):
+    with _explained(debug, "stopped: the server is gone"):
         loaded = load_config(config, preset, list(context.args)).config
         with stdout_for_results() as out, _pipeline(loaded, False) as pipeline:
             serve_command(pipeline.config, pipeline.run, random, json_output, out)

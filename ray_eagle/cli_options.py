@@ -15,6 +15,7 @@ from ray_eagle.errors import ConfigError, EagleError, explain
 from ray_eagle.settings import as_yaml
 
 INDENT = "    "
+STOPPED = "stopped: what was committed is kept, and the same command goes on from there"
 ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
 ConfigFile = Annotated[str | None, typer.Option("-c", "--config", help="YAML file with settings.")]
 Preset = Annotated[str | None, typer.Option(help="Preset to start from (smollm2-cpu, kimi-k2.5).")]
@@ -58,8 +59,11 @@ def _choices(kind: Any) -> list[str]:
 
 
 @contextmanager
-def explained(debug: bool) -> Iterator[None]:
-    """Turn our errors and the system's into one message and an exit code; a traceback only with --debug."""
+def explained(debug: bool, stopped: str = STOPPED) -> Iterator[None]:
+    """Turn our errors and the system's into one message and an exit code; a traceback only with --debug.
+
+    `stopped`: what to say after Ctrl-C.
+    """
     try:
         yield
     except EagleError as error:
@@ -73,7 +77,7 @@ def explained(debug: bool) -> Iterator[None]:
         sys.stderr.write(f"error: {_refused(error)}\n")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        sys.stderr.write("stopped: what was committed is kept, and the same command goes on from there\n")
+        sys.stderr.write(f"{stopped}\n")
         raise typer.Exit(130) from None
 
 

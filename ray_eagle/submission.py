@@ -75,7 +75,7 @@ def write_job(folder: Path, stage: str, config: Config) -> None:
 def run_job(
     client: JobSubmissionClient, stage: str, words: list[str], folder: Path, emit: Callable[[str], None]
 ) -> int:
-    """Submit the command in `folder` with this package, follow it to its end, and return 0 if it succeeded, else 1."""
+    """Submit the command in `folder` with this package, follow it to its end, and return 0 if it succeeded, else 1, or 130 after Ctrl-C."""
     job_id = f"eagle-{stage}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     environment = {
         "working_dir": str(folder),
@@ -94,7 +94,7 @@ def run_job(
         emit(f"stopping job {job_id} ...")
         info = _stop(client, job_id)
         emit(f"job {job_id} is {info.status.value}; what it had committed stays in the run folder.")
-        return int(info.status != JobStatus.SUCCEEDED)
+        return 0 if info.status == JobStatus.SUCCEEDED else 130
     except (RuntimeError, requests.RequestException) as error:
         raise WorkerError(
             f"job {job_id}: the cluster at {client.get_address()} no longer answers ({error}). The job may go on: "

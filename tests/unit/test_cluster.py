@@ -379,7 +379,7 @@ def test_ctrl_c_stops_the_job_and_says_so(dashboard: str, tmp_path: Path) -> Non
     lines: list[str] = []
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever a library in this process set
     try:
-        assert run_job(dashboard, tmp_path, ["wait"], lines, until="words") == 1
+        assert run_job(dashboard, tmp_path, ["wait"], lines, until="words") == 130
     finally:
         signal.signal(signal.SIGINT, handler)
     assert lines[-2].startswith("stopping job eagle-extract-")
