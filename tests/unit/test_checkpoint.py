@@ -253,6 +253,13 @@ WEIGHT: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "d2t below zero": (lambda t: t["d2t"].__setitem__(0, -1), "vocabulary map: |found ids out of range"),
     "one id twice": (lambda t: t["d2t"].__setitem__(1, int(t["d2t"][0]) - 1), "found two maps that disagree"),
 }
+WEIGHT |= {
+    f"a weight that is {value}": (
+        lambda t, value=value: t["midlayer.mlp.up_proj.weight"].view(-1)[3:5].fill_(value),  # type: ignore[misc]
+        f"{WEIGHTS}, midlayer.mlp.up_proj.weight: |expected finite numbers, found 2 of {MLP * H} that are NaN or infinite",
+    )
+    for value in (float("nan"), float("inf"), float("-inf"))
+}
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: expected config.json, found nothing"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), f"{WEIGHTS}: expected a safetensors file, found nothing"),
