@@ -139,6 +139,9 @@ FAULTS: dict[str, Fault] = {
     "the target's quantisation": (edit(quantization_config={"bits": 4}), {}, None, "error", "quantization_config is set"),
     "no draft_vocab_size": (edit(draft_vocab_size=None), {}, None, "error", "shape of lm_head.weight: |expected [261"),
     "a draft vocabulary beyond the target's": (edit(draft_vocab_size=300), {}, None, "error", "300 is larger than vocab"),
+    "another activation": (edit(hidden_act="gelu"), {}, None, "error", "hidden_act: expected silu, found gelu"),
+    "biases that are not there": (edit(attention_bias=True), {}, None, "error", "attention_bias: expected False, found True"),
+    "a size in quotes": (edit(hidden_size="32"), {}, None, "error", "hidden_size: expected an integer above 0, found '32'"),
     "a needed key": (edit(hidden_size=None), {}, None, "error", "expected the key 'hidden_size'"),
     # layer ids
     "ids twice": (edit(**both([1, 3, 3])), {}, None, "error", "[1, 3, 3]: expected three distinct ids"),
