@@ -133,5 +133,5 @@ def _family(config: dict[str, Any], speculators: bool) -> str:
     if speculators:
         return f"speculators {config.get('speculators_model_type')} {config.get('speculators_version', '')}".rstrip()
     names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else "no architecture"
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "no architecture"
     return f"{FAMILIES.get(name, 'unknown')} ({name})"

@@ -107,7 +107,11 @@ def parse_variant(
         expected, key, found = f"the key {error}", "", "none"
     except ValidationError as error:
         problem = error.errors()[0]
-        key, expected, found = str(problem["loc"][0]), problem["msg"], repr(problem["input"])
+        key, expected, found = (
+            str(problem["loc"][0]),
+            problem["msg"].removeprefix("Input should be "),
+            repr(problem["input"]),
+        )
         if key == "aux_layers":
             key = f"eagle_config.{LAYERS}"
             expected = THREE_IDS

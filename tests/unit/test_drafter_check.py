@@ -305,6 +305,11 @@ def test_speculators_format_is_an_error_for_sglang(tmp_path: Path) -> None:
     assert any("SGLang does not look into transformer_layer_config" in message for message in messages)
 
 
+def test_an_architecture_that_is_no_name_is_shown_as_a_problem(tmp_path: Path) -> None:
+    shown = describe(tiny_folder(tmp_path, edit(architectures=[{}])))
+    assert shown.family == "unknown (no architecture)" and "expected a list of one name, found [{}]" in shown.problem
+
+
 def test_a_drafter_of_2_gigabytes_is_shown_and_checked_without_reading_it(tmp_path: Path) -> None:
     folder = aq_medai(tmp_path / "drafter")
     target = kimi_config(tmp_path / "target")

@@ -187,6 +187,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
         "transformer_layer_config: expected an object, found []",
     ),
     "no layer": (edit(lambda c: c.pop("transformer_layer_config")), "expected the key 'transformer_layer_config'"),
+    "a draft vocabulary of null": (
+        edit(lambda c: c.update(draft_vocab_size=None)),
+        "draft_vocab_size: expected a valid integer, found None",
+    ),
     "no draft vocabulary": (edit(lambda c: c.pop("draft_vocab_size")), "expected the key 'draft_vocab_size'"),
     "no map": (retensor(lambda t: (t.pop("d2t"), t.pop("t2d"))), "missing ['d2t', 't2d']"),
     "SGLang's name": (
