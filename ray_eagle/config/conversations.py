@@ -93,6 +93,12 @@ class GenerateConfig(ActorConfig):
             raise ValueError("backend ray_eagle answers greedily: leave temperature and top_p out")
         return self
 
+    @model_validator(mode="after")
+    def _some_to_train_on(self) -> "GenerateConfig":
+        if (taken := self.held_out_share + self.validation_share) >= 1:
+            raise ValueError(f"held_out_share and validation_share are {taken:g} together: nothing is left to train on")
+        return self
+
     @property
     def copies(self) -> int:
         """Of the target, that this stage loads."""

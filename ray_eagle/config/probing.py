@@ -75,3 +75,9 @@ class BreakevenConfig(Section):
         if (self.baseline_tps is None) != (self.cycle_ms is None):
             raise ValueError("baseline_tps and cycle_ms belong together: give both or neither")
         return self
+
+    @model_validator(mode="after")
+    def _something_to_measure(self) -> "BreakevenConfig":
+        if not (self.steps or self.sweep):
+            raise ValueError("steps and sweep are both empty: give steps one number at least")
+        return self

@@ -15,6 +15,6 @@ def expand(path: str | None) -> str | None:
 
 
 class Section(BaseModel):
-    """A group of settings: frozen, no unknown keys, the docstring under a field is its documentation."""
+    """A group of settings: frozen, no unknown keys, finite numbers, the docstring under a field is its documentation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)

@@ -4,6 +4,7 @@ A chunk holds rows as they lie in the file (lines, a record batch); they are dec
 holds depends on the file alone. Row numbers count from 1; in a text or JSONL file they are line numbers.
 """
 
+import codecs
 import hashlib
 import importlib
 import itertools
@@ -68,8 +69,17 @@ def _decoded(line: bytes, text: bool) -> Any | RowError:
 def read_chunks(source: str, limit: int | None = None) -> Iterator[Chunk]:
     """The rows of a file, URI, `builtin` or `hub://NAME[:SPLIT]`, at most `limit`; blank lines are no rows.
 
-    Raises InputError when the source cannot be read or its kind is not known.
+    Raises InputError when the source cannot be read, holds no row, or its kind is not known.
     """
+    chunks = _chunks(source, limit)
+    first = next(chunks, None)
+    if first is None:
+        raise InputError(f"prompts file {source}: expected rows, found none: it is empty. Write it again, or copy it.")
+    yield first
+    yield from chunks
+
+
+def _chunks(source: str, limit: int | None) -> Iterator[Chunk]:
     if source.startswith("hub:"):
         yield from _of_values(_hub_rows(source), limit)
         return
@@ -90,7 +100,7 @@ def read_chunks(source: str, limit: int | None = None) -> Iterator[Chunk]:
                     yield from _of_json(stream.read(), limit, source)
             case ".jsonl" | ".ndjson" | ".txt" | "":
                 with fs.open_input_stream(path, buffer_size=READ_BYTES) as stream:
-                    yield from _of_lines(stream, limit, text=kind[0] == ".txt")
+                    yield from _of_lines(_utf8_blocks(stream, source), limit, text=kind[0] == ".txt")
             case _:
                 raise InputError(
                     f"prompts file {source}: expected .jsonl, .json, .parquet, .arrow or .txt, found {kind[0]}. Rename or "
@@ -109,8 +119,13 @@ def shape_of(source: str, asked: str) -> Shape:
     """`asked`, or with `auto` what the first rows look like. Raises InputError when that is nothing known."""
     if asked != "auto":
         return asked  # type: ignore[return-value]
-    rows = (row for chunk in read_chunks(source, DETECT_ROWS) for _, row in chunk.rows())
+    rows = [row for chunk in read_chunks(source, DETECT_ROWS) for _, row in chunk.rows()]
     found = [row for row in rows if not isinstance(row, RowError)]
+    if not found:
+        raise InputError(
+            f"prompts file {source}: expected rows, found none that can be decoded: {rows[0]}. Convert the file, or copy it "
+            "again."
+        )
     return detect_shape(found, f"prompts file {source}")
 
 
@@ -157,8 +172,8 @@ def _place(source: str) -> tuple[pafs.FileSystem, str]:
     return pafs.LocalFileSystem(), str(path.absolute())
 
 
-def _of_lines(stream: Any, limit: int | None, *, text: bool) -> Iterator[Chunk]:
-    numbered = ((number, line) for number, line in enumerate(_lines(stream), 1) if line.strip())
+def _of_lines(blocks: Iterator[bytes], limit: int | None, *, text: bool) -> Iterator[Chunk]:
+    numbered = ((number, line) for number, line in enumerate(_lines(blocks), 1) if line.strip())
     numbers: list[int] = []
     lines: list[bytes] = []
     size = index = 0
@@ -173,10 +188,22 @@ def _of_lines(stream: Any, limit: int | None, *, text: bool) -> Iterator[Chunk]:
         yield Chunk(index, tuple(numbers), tuple(lines), text)
 
 
-def _lines(stream: Any) -> Iterator[bytes]:
+def _utf8_blocks(stream: Any, source: str) -> Iterator[bytes]:
+    """Raises InputError for a file that begins with the mark of another encoding: each of its lines would be broken."""
+    block = stream.read(READ_BYTES)
+    if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise InputError(
+            f"prompts file {source}: expected UTF-8, found the mark of UTF-16 at its start. Convert it: iconv -f UTF-16 -t UTF-8."
+        )
+    while block:
+        yield block
+        block = stream.read(READ_BYTES)
+
+
+def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
     """Split at \\n alone: JSON may hold U+2028 and its like as they are."""
     pieces: list[bytes] = []
-    while block := stream.read(READ_BYTES):
+    for block in blocks:
         first, *others = block.split(b"\n")
         pieces.append(first)
         for other in others:

@@ -11,6 +11,8 @@ from pydantic import BaseModel
 from ray_eagle.conversations.conversation import Conversation
 from ray_eagle.conversations.generate import has_reasoning
 
+CONTROL = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if chr(i) not in "\n\t"}
+"""Characters that a terminal obeys, as they are shown."""
 QUANTILES = {"min": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 
@@ -26,6 +28,7 @@ class Piece:
 def pieces(conversation: Conversation, tokenizer: Any, *, ids: bool = False) -> Iterator[Piece]:
     """The conversation as the target reads it. Special tokens are pieces of their own; with `ids`, every token is.
 
+    Control characters other than line ends and tabs are spelled out: those of the data must not reach a terminal.
     Bytes of one character may lie in several tokens: these are decoded together, unless ids are asked for.
     """
     special = {int(i) for i in tokenizer.get_added_vocab().values()}
@@ -42,7 +45,7 @@ def pieces(conversation: Conversation, tokenizer: Any, *, ids: bool = False) -> 
 
 
 def _piece(run: list[int], state: tuple[bool, bool], tokenizer: Any, ids: bool) -> Piece:
-    text = tokenizer.decode(run, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text = tokenizer.decode(run, skip_special_tokens=False, clean_up_tokenization_spaces=False).translate(CONTROL)
     return Piece(f"{text}[{run[0]}]" if ids else text, *state)
 
 

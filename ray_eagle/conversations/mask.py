@@ -253,8 +253,12 @@ class Renderer:
         reasoning = message.get("reasoning_content", "").strip()
         names = [call["function"]["name"] for call in message.get("tool_calls", [])]
         if not all(name in written for name in names):
+            if not self.template.knows_calls:
+                raise RowError(
+                    f"turn {turn}: the chat template knows no tool calls and drops this one. Leave the row out"
+                )
             raise RowError(
-                f"turn {turn}: the chat template drops its tool call. Give the row its tools, or leave it out"
+                f"turn {turn}: the chat template drops its tool call. Give the row its tools where it has none, or leave it out"
             )
         if message["content"].strip() not in written:
             raise RowError(f"turn {turn}: the chat template drops or changes the answer's text")

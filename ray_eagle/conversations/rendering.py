@@ -20,6 +20,8 @@ class ChatTemplate:
         self.marks = marks
         self.has_blocks = bool(GENERATION.search(str(tokenizer.chat_template)))
         """Does it mark what the assistant writes?"""
+        self.knows_calls = "tool_calls" in str(tokenizer.chat_template)
+        """Does it read what an assistant calls?"""
         self.around_reasoning = marks
         """What stands before and after reasoning in the text."""
         self.reasoning_way: Literal["template", "content", "nobody"] = "template"

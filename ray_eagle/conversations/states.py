@@ -3,7 +3,10 @@
 A conversation here has no messages. It ends with its last supervised token: what follows teaches nothing, padding included.
 """
 
+import random
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,9 @@ from ray_eagle.target.loading import TargetFacts
 PART = 500
 """Files whose conversations are committed together."""
 READERS = 8
+LOOKED_AT = 50
+"""Files at most by which an import is estimated."""
+Convert = Callable[[int, str], Conversation | dict[str, Any]]
 
 
 def import_conversations(config: Config, folder: Folder, facts: TargetFacts, progress: Progress) -> None:
@@ -28,21 +34,7 @@ def import_conversations(config: Config, folder: Folder, facts: TargetFacts, pro
 
     Raises ConfigError when the captured layers are not the run's, InputError when no file can be used.
     """
-    settings = config.states
-    if settings.outputs != facts.aux_layers:
-        raise ConfigError(
-            explain(
-                "states.layers",
-                where=f"{list(settings.layers or ())}, read as the {settings.convention} of each layer",
-                expected=f"the layers of this run, outputs of {list(facts.aux_layers)}",
-                found=f"outputs of {list(settings.outputs)}",
-                fix=f"Set target.aux_layers to {list(settings.outputs)}, or states.convention if the ids mean something else.",
-            )
-        )
-    root = Path(settings.path)
-    names = find_files(root)[: config.generate.limit]
-    masks = Masks(Path(settings.masks)) if settings.masks else None
-    convert = partial(conversation_of, root, settings=settings, generate=config.generate, facts=facts, masks=masks)
+    names, convert = _files(config, facts)
     done = set(folder.names())
     progress.start("generate", len(names), "files")
     with ThreadPoolExecutor(READERS) as readers:
@@ -55,10 +47,61 @@ def import_conversations(config: Config, folder: Folder, facts: TargetFacts, pro
             progress.advance(len(some))
     gather_rejected(folder, [])
     if not any(folder.read_bytes(part_name(i)) for i in range(-(-len(names) // PART))):
-        reasons = "; ".join(f"{r['source_id']}: {r['reason']}" for r in folder.read_jsonl("rejected.jsonl")[:3])
-        raise InputError(
-            f"states.path {settings.path}: expected at least one file that can be used, found none ({reasons})."
+        raise _none_usable(config, folder.read_jsonl("rejected.jsonl"))
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What an import will yield."""
+
+    files: int
+    samples: int
+    """Of them, those that can be used."""
+    tokens_per_sample: float
+    supervised_share: float
+
+
+def look_at_files(config: Config, facts: TargetFacts) -> Outlook:
+    """By a few files, drawn at random but the same each time. Raises what `import_conversations` raises, where these tell it."""
+    names, convert = _files(config, facts)
+    some = random.Random(0).sample(names, min(LOOKED_AT, len(names)))
+    made = list(map(convert, range(1, 1 + len(some)), some))
+    kept = [row for row in made if isinstance(row, Conversation)]
+    if not kept:
+        raise _none_usable(config, [row for row in made if isinstance(row, dict)])
+    tokens = sum(len(c.input_ids) for c in kept)
+    return Outlook(
+        files=len(names),
+        samples=round(len(names) * len(kept) / len(made)),
+        tokens_per_sample=tokens / len(kept),
+        supervised_share=sum(c.supervised_tokens for c in kept) / tokens,
+    )
+
+
+def _files(config: Config, facts: TargetFacts) -> tuple[list[str], Convert]:
+    """The files to import, and what makes a conversation of one."""
+    settings = config.states
+    if settings.outputs != facts.aux_layers:
+        raise ConfigError(
+            explain(
+                "states.layers",
+                where=f"{list(settings.layers or ())}, read as the {settings.convention} of each layer",
+                expected=f"the layers of this run, outputs of {list(facts.aux_layers)}",
+                found=f"outputs of {list(settings.outputs)}",
+                fix=f"Set target.aux_layers to {list(settings.outputs)}, or states.convention if the ids mean something else.",
+            )
         )
+    root = Path(settings.path)
+    masks = Masks(Path(settings.masks)) if settings.masks else None
+    convert = partial(conversation_of, root, settings=settings, generate=config.generate, facts=facts, masks=masks)
+    return find_files(root)[: config.generate.limit], convert
+
+
+def _none_usable(config: Config, rejected: Sequence[dict[str, Any]]) -> InputError:
+    reasons = "; ".join(f"{r['source_id']}: {r['reason']}" for r in rejected[:3])
+    return InputError(
+        f"states.path {config.states.path}: expected at least one file that can be used, found none ({reasons})."
+    )
 
 
 def conversation_of(

@@ -35,13 +35,15 @@ def save_drafter(drafter: Drafter, folder: Path, dtype: torch.dtype = torch.bflo
 def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> Drafter:
     """The drafter of a folder in SGLang's or speculators' format, weights in `dtype` on the CPU.
 
-    Raises CheckpointError as `check_drafter`, and for a vocabulary map that is none.
+    Raises CheckpointError as `check_drafter`, for weights that are not finite, and for a vocabulary map that is none.
     """
     shape = check_drafter(folder)
     variant = read_variant(folder)
     contents = read_contents(folder, variant)
     names = {contents.names[name]: name for name in shape.tensors() if name in contents.stored}
     found = read_tensors({there: contents.stored[here] for there, here in names.items()})
+    for there, tensor in found.items():
+        _refuse_infinite(tensor, there, contents.stored[names[there]].file)
     # without maps (a drafter of the whole vocabulary) each draft token is the target's of the same id
     d2t, t2d = read_map(variant, contents)
     check_map(d2t, t2d, contents.where)
@@ -51,6 +53,18 @@ def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> Drafter:
         | {names[there]: tensor for there, tensor in found.items()}
     )
     return drafter.to(dtype)
+
+
+def _refuse_infinite(tensor: torch.Tensor, name: str, file: Path) -> None:
+    """One NaN makes every draft NaN, and the loss: the data and the learning rate would be blamed."""
+    if tensor.is_floating_point() and (wrong := tensor.numel() - int(tensor.isfinite().sum())):
+        raise fault(
+            "drafter weights",
+            where=f"{file}, {name}",
+            expected="finite numbers",
+            found=f"{wrong} of {tensor.numel()} that are NaN or infinite",
+            fix="Export the drafter from an earlier checkpoint, or copy the file again if it was damaged on the way.",
+        )
 
 
 def read_shape(folder: Path) -> DrafterShape:

@@ -211,7 +211,9 @@ def _config(
     carried = own if variant.format == "speculators" else source.get(CARRIED) or {}
     verifier = (carried.get("speculators_config") or {}).get("verifier") or {}
     named = verifier.get("name_or_path"), list(verifier.get("architectures") or [])
-    made = speculators_config(layer, ids, options, (str(target.path), list(target.architectures)) if target else named)
+    if target:  # by its whole path: the drafter is read from other directories
+        named = str(target.path.absolute()), list(target.architectures)
+    made = speculators_config(layer, ids, options, named)
     if not target and "speculators_config" in carried:
         made["speculators_config"] = carried["speculators_config"]
     return {**{key: value for key, value in carried.items() if key not in made}, **made}

@@ -44,18 +44,22 @@ class StoredTensor:
     bytes: int
 
 
-def read_config(folder: Path) -> Any:
-    """config.json of the folder. Raises CheckpointError when it is missing or not JSON."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of the folder. Raises CheckpointError when it is missing or no JSON object."""
     path = folder / "config.json"
     if not folder.is_dir():
         raise fault("no drafter", where=folder, expected="a folder", found="nothing", fix="Check drafter.path.")
     try:
-        return json.loads(path.read_text())
+        config = json.loads(path.read_text())
     except FileNotFoundError:
         fix = "Copy the whole folder."
         raise fault("drafter file missing", where=path, expected="config.json", found="nothing", fix=fix) from None
     except ValueError as error:
         raise _damaged(f"{path} is not valid JSON ({error}).", "Copy the file again.") from None
+    if not isinstance(config, dict):
+        found = f"a JSON {type(config).__name__}"
+        raise fault("drafter config", where=path, expected="an object", found=found, fix="Copy the file again.")
+    return config
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -115,7 +119,8 @@ def read_stored(path: Path) -> dict[str, StoredTensor]:
         raise _damaged(f"{path}: the safetensors header is damaged ({error}).", COPY_AGAIN) from None
     end = max((tensor.start + tensor.bytes for tensor in tensors.values()), default=8 + length)
     if end != size:
-        raise fault("truncated safetensors", where=path, expected=f"{end} bytes", found=f"{size} bytes", fix=COPY_AGAIN)
+        what = "truncated safetensors" if size < end else "safetensors with more than their tensors"
+        raise fault(what, where=path, expected=f"{end} bytes", found=f"{size} bytes", fix=COPY_AGAIN)
     return tensors
 
 

@@ -11,7 +11,7 @@ from ray_eagle.drafter.files import StoredTensor, read_config, read_headers
 from ray_eagle.drafter.names import EMBEDDING, naming_of
 from ray_eagle.drafter.speculators import is_speculators
 from ray_eagle.drafter.variant import Variant, parse_variant, refuse_untrainable
-from ray_eagle.errors import CheckpointError, EagleError
+from ray_eagle.errors import EagleError
 from ray_eagle.target.layers import SGLANG_SINCE, layer_readings
 
 FAMILIES = {
@@ -129,11 +129,9 @@ def readings(shown: Description) -> list[tuple[str, list[int]]]:
     ]
 
 
-def _family(config: Any, speculators: bool) -> str:
-    if not isinstance(config, dict):
-        raise CheckpointError("config.json: expected an object, found something else. Copy the file again.")
+def _family(config: dict[str, Any], speculators: bool) -> str:
     if speculators:
         return f"speculators {config.get('speculators_model_type')} {config.get('speculators_version', '')}".rstrip()
     names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else "no architecture"
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "no architecture"
     return f"{FAMILIES.get(name, 'unknown')} ({name})"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_eagle.drafter.files import fault
+from ray_eagle.drafter.keys import ORIGINAL, check_keys
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.target.layers import default_aux_layers
 from ray_eagle.target.sizes import text_rope
@@ -19,15 +20,14 @@ NESTED = "transformer_layer_config"
 ARCHITECTURE = "Eagle3DraftModel"
 VERSION = "0.9.0"
 """Of the library whose files were read for this; written into configs that are made here."""
-PLAIN: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu"}
-"""Keys of the nested config that may have one value: the layer that `Drafter` computes."""
+ONE_LLAMA: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 1}
+"""Keys of the nested config that may have one value."""
 LLAMA_DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 11008,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
-    "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
 }
@@ -36,9 +36,9 @@ UNUSED = frozenset({"verifier_norm.weight", "verifier_lm_head.weight"})
 """Copies of the target's tensors: the target is there itself."""
 
 
-def is_speculators(config: object) -> bool:
+def is_speculators(config: dict[str, Any]) -> bool:
     """Whether a config.json was written by speculators."""
-    return isinstance(config, dict) and (MODEL_TYPE in config or "speculators_config" in config)
+    return MODEL_TYPE in config or "speculators_config" in config
 
 
 def speculators_shape(
@@ -51,10 +51,13 @@ def speculators_shape(
     Raises KeyError, TypeError, ValueError or pydantic's ValidationError where it is damaged.
     """
     _refuse("speculator", path, MODEL_TYPE, "eagle3", config.get(MODEL_TYPE))
-    nested = dict(config[NESTED])
-    _refuse("drafter layer", path, f"{NESTED}.model_type", PLAIN["model_type"], nested.get("model_type"))
-    layer = LLAMA_DEFAULTS | nested
-    for key, wanted in PLAIN.items():
+    nested = config[NESTED]
+    if not isinstance(nested, dict):
+        where = f"{path}, {NESTED}"
+        raise fault("drafter config", where=where, expected="an object", found=repr(nested), fix=ORIGINAL)
+    layer = LLAMA_DEFAULTS | {"model_type": None} | nested
+    check_keys(layer, path, f"{NESTED}.")
+    for key, wanted in ONE_LLAMA.items():
         _refuse("drafter layer", path, f"{NESTED}.{key}", wanted, layer[key])
     heads = layer["num_attention_heads"]
     return DrafterShape(

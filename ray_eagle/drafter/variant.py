@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from ray_eagle.drafter.files import fault, read_config
+from ray_eagle.drafter.keys import ORIGINAL, check_keys
 from ray_eagle.drafter.names import EMBEDDING
 from ray_eagle.drafter.shape import DrafterShape
 from ray_eagle.drafter.speculators import LAYERS, is_speculators, speculators_shape
@@ -27,7 +28,6 @@ MARK = "ray_eagle_layer_ids"
 OPTIONS = ("norm_before_fc", "norm_before_residual", "norm_output", "fc_norm")
 THREE_IDS = "three layer ids (output of layer L, 0-based)"
 REORDER = "Write the ids that it was trained on, ascending, and reorder the columns of fc to match."
-ORIGINAL = "Take the original config.json, with the layer ids that the drafter was trained on."
 Format = Literal["sglang", "speculators"]
 Outputs = tuple[int, int, int]
 
@@ -83,16 +83,22 @@ def read_variant(folder: Path, layers: int | None = None, outputs: Outputs | Non
     return parse_variant(read_config(folder), folder / "config.json", layers, outputs)
 
 
-def parse_variant(config: Any, path: Path, layers: int | None = None, outputs: Outputs | None = None) -> Variant:
+def parse_variant(
+    config: dict[str, Any], path: Path, layers: int | None = None, outputs: Outputs | None = None
+) -> Variant:
     """As `read_variant`, from the content of a config.json that lies (or will lie) at `path`."""
     speculators = is_speculators(config)
-    architectures = config.get("architectures") if isinstance(config, dict) else None
-    first = architectures[0] if isinstance(architectures, list) and architectures else "none"
-    if not speculators and (first not in ARCHITECTURES + LATENTS or len(architectures or ()) != 1):
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        expected, found = "a list of one name", repr(architectures)
+        raise fault("drafter config", where=f"{path}, architectures", expected=expected, found=found, fix=ORIGINAL)
+    first = architectures[0] if architectures else "none"
+    if not speculators and (first not in ARCHITECTURES + LATENTS or len(architectures) != 1):
         fix = ONE_LAYER
         if "Eagle" in first and "Eagle3" not in first:
             fix = "This is a drafter of EAGLE 1 or 2, which reads other states: --speculative-algorithm EAGLE, not EAGLE3."
         raise fault("drafter architecture", where=path, expected=f"{ARCHITECTURE} or {LATENT}", found=first, fix=fix)
+    check_keys(config, path)
     try:
         read = speculators_shape if speculators else _shape
         shape = read(config, path, layers, outputs)
@@ -101,7 +107,11 @@ def parse_variant(config: Any, path: Path, layers: int | None = None, outputs: O
         expected, key, found = f"the key {error}", "", "none"
     except ValidationError as error:
         problem = error.errors()[0]
-        key, expected, found = str(problem["loc"][0]), problem["msg"], repr(problem["input"])
+        key, expected, found = (
+            str(problem["loc"][0]),
+            problem["msg"].removeprefix("Input should be "),
+            repr(problem["input"]),
+        )
         if key == "aux_layers":
             key = f"eagle_config.{LAYERS}"
             expected = THREE_IDS

@@ -71,7 +71,7 @@ class Extractor:
         with device_errors(self.settings.tokens_per_batch), self.computing:
             teacher, layers = self.capture(samples)
         with self.shelf.staging.fetch(teacher | joined_aux(layers)) as host:
-            list(rows_of(samples, host))
+            list(rows_of(samples, host, self.shelf.not_finite))
 
     def capture(self, samples: Sequence[TokenSample]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
         """`stored_teacher` and `stored_aux` of packed samples, on the device."""
@@ -133,8 +133,8 @@ def stored_teacher(output: StageOutput, state_dtype: str) -> dict[str, Tensor]:
     return {"last": last_SH, "top1": output.top1_S, "lse": output.lse_S, "teacher_finite": finite_S}
 
 
-def rows_of(samples: Sequence[TokenSample], host: dict[str, Tensor]) -> Iterator[Sample | Quarantined]:
-    """Cut a pack's host tensors into samples; one with NaN or infinite states is set aside."""
+def rows_of(samples: Sequence[TokenSample], host: dict[str, Tensor], not_finite: str) -> Iterator[Sample | Quarantined]:
+    """Cut a pack's host tensors into samples; one with NaN or infinite states is set aside, for the reason `not_finite`."""
     t = s = 0
     for sample in samples:
         tokens, teaching = slice(t, t + len(sample.input_ids)), slice(s, s + sample.teaching)
@@ -143,7 +143,7 @@ def rows_of(samples: Sequence[TokenSample], host: dict[str, Tensor]) -> Iterator
             yield Quarantined(
                 sample_id=sample.sample_id,
                 source_id=sample.source_id,
-                reason="the target's hidden states are NaN or infinite (another target.dtype than float16 may cure it)",
+                reason=not_finite,
             )
             continue
         yield Sample(
@@ -163,9 +163,16 @@ class Shelf:
     """Where an actor puts what it captured; opens one attempt a unit."""
 
     def __init__(
-        self, facts: TargetFacts, settings: ExtractConfig, folder: Folder, staging: Staging, name: str
+        self,
+        facts: TargetFacts,
+        settings: ExtractConfig,
+        folder: Folder,
+        staging: Staging,
+        name: str,
+        not_finite: str = "the target's hidden states are NaN or infinite (another target.dtype than float16 may cure it)",
     ) -> None:
         self.facts, self.settings, self.folder, self.staging = facts, settings, folder, staging
+        self.not_finite = not_finite
         self.counters = Counters("extract", name)
 
     def open(self, unit: Unit) -> "Shelved":
@@ -230,7 +237,7 @@ class Shelved:
             if arrived:
                 own = {name: tensor for name, tensor in host.items() if name in AUX}
                 host = host | joined_aux([*arrived, own] if own else arrived)
-            for row in rows_of(samples, host):
+            for row in rows_of(samples, host, self.shelf.not_finite):
                 if isinstance(row, Sample):
                     self.writer.add(row)
                 else:

@@ -88,7 +88,9 @@ class Importer(Extractor):
         self.facts, self.settings, self.states, self.norm = facts, settings, states, norm
         self.dtype = choose_dtype(target.dtype, self.device)
         self.head = Head.of(facts, self.dtype, self.device)
-        self._prepare(Shelf(facts, settings, folder, Staging(self.device), name))
+        dtype = str(self.dtype).removeprefix("torch.")
+        not_finite = f"the file's hidden states are NaN or infinite, read as {dtype}: make it again, or leave it out"
+        self._prepare(Shelf(facts, settings, folder, Staging(self.device), name, not_finite))
 
     @torch.inference_mode()
     def capture(self, samples: Sequence[TokenSample]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
@@ -132,11 +134,15 @@ def find_norm(config: Config, facts: TargetFacts, samples: Sequence[TokenSample]
     for sample in samples:
         rows = _rows(sample)[: TRIED - tried]
         found = read_sample(Path(config.states.path), sample.source_id, facts.hidden_size)
-        given.append(found.last_TH[rows].float())
-        following.append(found.ids_T[rows + 1])
-        tried += len(rows)
+        states = found.last_TH[rows].float()
+        finite = states.isfinite().all(-1)  # extraction sets the others aside
+        given.append(states[finite])
+        following.append(found.ids_T[rows + 1][finite])
+        tried += int(finite.sum())
         if tried >= TRIED:
             break
+    if not tried:
+        raise _other(config, "last states that are finite numbers", "NaN or infinite ones alone")
     last_SH, next_S = torch.cat(given), torch.cat(following)
     share = head.normed_share(last_SH)
     found_norm: Norm = "after" if share > 0.5 else "before"

@@ -8,6 +8,7 @@ import gzip
 import io
 import math
 import re
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 from ray_eagle.errors import InputError, explain
 
 ENDINGS = (".ckpt", ".ckpt.gz", ".pt", ".safetensors")
+ZIP = b"PK\3\4"
 FIX = "See docs/import.md for the layouts that are read."
 
 
@@ -117,6 +119,8 @@ def read_sample(folder: Path, name: str, hidden_size: int) -> LooseSample:
 
 def _tensors(file: Path) -> dict[str, Tensor]:
     """All tensors of a file, by name; mapped, where the file allows that."""
+    if file.is_file() and (damage := _damage(file)):
+        raise _bad(file, "an intact file of tensors", damage)
     try:
         if file.name.endswith(".safetensors"):
             from safetensors import safe_open
@@ -133,6 +137,19 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     if not isinstance(content, dict):
         raise _bad(file, "a dictionary of tensors", type(content).__name__)
     return {key: value for key, value in content.items() if isinstance(value, Tensor)}
+
+
+def _damage(file: Path) -> str:
+    """What torch tells as `Invalid argument`, or with advice about its own arguments; empty where the file may be read."""
+    with file.open("rb") as stream:
+        begin = stream.read(4)
+    if not begin:
+        return "an empty file"
+    if not file.name.endswith((".ckpt", ".pt")) or zipfile.is_zipfile(file):
+        return ""
+    if begin == ZIP:
+        return "a file that was cut short (its end is missing)"
+    return "no zip file of torch.save, but another kind, such as a plain pickle, which is never opened"
 
 
 def _sample(file: Path, tensor: Tensor, dims: int) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from ray_eagle import cluster, stage
 from ray_eagle.config import Config
 from ray_eagle.conversations.inputs import count_rows
+from ray_eagle.conversations.states import look_at_files
 from ray_eagle.errors import EagleError
 from ray_eagle.preflight import artifacts, machine, servers
 from ray_eagle.preflight.estimate import estimate_run, human_bytes
@@ -42,6 +43,8 @@ class _Checks:
         self.weights: artifacts.Weights | None = None
         self.estimate: Estimate | None = None
         self.nodes = 1
+        self._source = "states" if config.states.path else "prompts"
+        """What the run learns from."""
 
     def report(self) -> PreflightReport:
         config = self.config
@@ -60,7 +63,7 @@ class _Checks:
         self._guard("GPUs", self._nodes)
         self._guard("CPUs", self._cpus)
         self._guard("host memory", self._memory)
-        self._guard("prompts", self._cost)
+        self._guard(self._source, self._cost)
         if not self.estimate:
             self._guard("cost", self._no_cost)
         self._guard("disk", self._disk)
@@ -137,29 +140,39 @@ class _Checks:
         return machine.check_memory(loaded, copies, machine.available_memory(), here=self.nodes == 1)
 
     def _cost(self) -> list[Finding]:
-        assumed, extract = self.config.preflight, self.config.extract
-        done = self.run.finished("generate")
-        samples = done.samples if done else count_rows(self.config.generate.prompts, self.config.generate.limit)
-        length = done.tokens / done.samples if done and done.samples and done.tokens else assumed.tokens_per_sample
+        extract, done = self.config.extract, self.run.finished("generate")
+        length: float = self.config.preflight.tokens_per_sample
+        share = self.config.preflight.supervised_share
+        if done:
+            samples, what = done.samples, f"{done.samples} conversations"
+            length = done.tokens / done.samples if done.samples and done.tokens else length
+        elif self.config.states.path:
+            if not self.facts:
+                return []
+            found = look_at_files(self.config, self.facts)
+            samples, what = found.samples, f"{found.samples} of {found.files} files of hidden states can be used"
+            length, share = found.tokens_per_sample, found.supervised_share
+        else:
+            samples = count_rows(self.config.generate.prompts, self.config.generate.limit)
+            what = f"{samples} prompts"
         if not self.facts:
             return []
         self.estimate = estimate = estimate_run(
             hidden_size=self.facts.hidden_size,
             samples=samples,
             tokens_per_sample=min(length, extract.max_length),
-            supervised_share=assumed.supervised_share,
+            supervised_share=share,
             state_dtype=extract.state_dtype,
             weights_bytes=self.weights.bytes if self.weights else 0,
         )
         message = (
-            f"{samples} {'conversations' if done else 'prompts'}, about {estimate.tokens} tokens: "
-            f"{human_bytes(estimate.hidden_state_bytes)} of hidden states."
+            f"{what}, about {estimate.tokens} tokens: {human_bytes(estimate.hidden_state_bytes)} of hidden states."
         )
         return [Finding(level="ok", check="cost", message=message)]
 
     def _no_cost(self) -> list[Finding]:
         wrong = {finding.check for finding in self.findings if finding.level == "error"}
-        because = " and the ".join(check for check in ("target", "prompts") if check in wrong)
+        because = " and the ".join(check for check in ("target", self._source) if check in wrong)
         message = f"the bytes of the hidden states could not be estimated because of the {because}."
         return [Finding(level="warning", check="cost", message=message, fix="Correct that first.")]
 

@@ -8,6 +8,7 @@ import torch
 
 from ray_eagle.conversations.conversation import read_conversations
 from ray_eagle.errors import ConfigError, DatasetError, InputError
+from ray_eagle.hidden_states.dataset import read_plan, read_records
 from ray_eagle.hidden_states.reader import HiddenStates
 from ray_eagle.run import RunFolder
 from tests.loose import WRITERS, State, write_masks
@@ -107,3 +108,26 @@ def test_what_does_not_fit_is_said_before_anything_is_stored(
         WRITERS["SpecForge"](tmp_path / "files", number, (other, mask, aux, last))
     with pytest.raises((InputError, DatasetError), match="tokens"):
         again.stage("extract", redo=True)
+
+
+def test_states_that_are_not_finite_are_set_aside_and_no_target_is_blamed(
+    generated: Path, target_folder: Path, tmp_path: Path
+) -> None:
+    nan = float("nan")
+    states = captured(target_folder, generated, "after")[:6]
+    for number, (ids, mask, aux, last) in enumerate(states):
+        WRITERS["SpecForge"](
+            tmp_path / "files",
+            number,
+            (ids, mask, aux * (nan if number == 1 else 1), last * (nan if number == 2 else 1)),
+        )
+    config = tiny_config(tmp_path / "run", target_folder, states={"path": str(tmp_path / "files"), "layers": AUX})
+    pipe = pipeline(config.model_copy(update={"allow_quarantine": True}))
+    pipe.stage("generate")
+    outcome = pipe.stage("extract")
+    assert outcome and outcome.samples == 4
+    folder = pipe.run.of("extract")
+    aside = [q for record in read_records(folder, read_plan(folder)).values() for q in record.quarantined]
+    assert sorted(q.source_id for q in aside) == ["rows_0-5/data_1.ckpt", "rows_0-5/data_2.ckpt"]
+    for sample in aside:
+        assert sample.reason.startswith("the file's hidden states are NaN or infinite, read as float32: ")

@@ -204,11 +204,48 @@ CONFIG: dict[str, tuple[Change, str]] = {
     "no hidden_size": (lambda c: c.pop("hidden_size"), "config.json: expected the key 'hidden_size', found none"),
     "hidden_size is a word": (
         lambda c: c.update(hidden_size="b"),
-        "config.json, hidden_size: expected|integer|found 'b'",
+        "config.json, hidden_size: expected an integer above 0, found 'b'",
     ),
-    "heads are null": (lambda c: c.update(num_attention_heads=None, head_dim=None), "drafter config: |json: expected "),
-    "rope is a word": (lambda c: c.update(rope_parameters="yarn"), "drafter config: |config.json: expected "),
-    "eagle_config is a word": (lambda c: c.update(eagle_config="x"), "drafter config: |config.json: expected "),
+    "hidden_size in quotes": (
+        lambda c: c.update(hidden_size="32"),
+        "hidden_size: expected an integer above 0, found '32'",
+    ),
+    "a context in quotes": (
+        lambda c: c.update(max_position_embeddings="512"),
+        "max_position_embeddings: expected an integer above 0, found '512'",
+    ),
+    "no heads": (
+        lambda c: c.update(num_attention_heads=0),
+        "num_attention_heads: expected an integer above 0, found 0",
+    ),
+    "heads are null": (
+        lambda c: c.update(num_attention_heads=None, head_dim=None),
+        "config.json, num_attention_heads: expected an integer above 0, found None",
+    ),
+    "a word for eps": (lambda c: c.update(rms_norm_eps="x"), "config.json, rms_norm_eps: expected a number, found 'x'"),
+    "rope is a word": (
+        lambda c: c.update(rope_parameters="yarn"),
+        "config.json, rope_parameters: expected an object, found 'yarn'",
+    ),
+    "a word for theta": (
+        lambda c: c["rope_parameters"].update(rope_theta="abc"),
+        "config.json, rope_parameters.rope_theta: expected a number, found 'abc'",
+    ),
+    "eagle_config is a list": (
+        lambda c: c.update(eagle_config=[1]),
+        "config.json, eagle_config: expected an object, found [1]",
+    ),
+    "architectures is a word": (
+        lambda c: c.update(architectures="LlamaForCausalLMEagle3"),
+        "config.json, architectures: expected a list of one name, found 'LlamaForCausalLMEagle3'",
+    ),
+    "architectures is a number": (lambda c: c.update(architectures=[3]), "architectures: expected a list of one name"),
+    "another activation": (lambda c: c.update(hidden_act="gelu"), "config.json, hidden_act: expected silu, found gelu"),
+    "biases in the attention": (
+        lambda c: c.update(attention_bias=True),
+        "config.json, attention_bias: expected False, found True",
+    ),
+    "biases in the MLP": (lambda c: c.update(mlp_bias=True), "config.json, mlp_bias: expected False, found True"),
     "unknown rope": (lambda c: c["rope_parameters"].update(rope_type="spiral"), "RoPE: |expected default or |spiral"),
     "no layer ids": (
         lambda c: (c.pop("eagle_config"), c.pop("eagle_aux_hidden_state_layer_ids")),
@@ -253,6 +290,13 @@ WEIGHT: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "d2t below zero": (lambda t: t["d2t"].__setitem__(0, -1), "vocabulary map: |found ids out of range"),
     "one id twice": (lambda t: t["d2t"].__setitem__(1, int(t["d2t"][0]) - 1), "found two maps that disagree"),
 }
+WEIGHT |= {
+    f"a weight that is {value}": (
+        lambda t, value=value: t["midlayer.mlp.up_proj.weight"].view(-1)[3:5].fill_(value),  # type: ignore[misc]
+        f"{WEIGHTS}, midlayer.mlp.up_proj.weight: |expected finite numbers, found 2 of {MLP * H} that are NaN or infinite",
+    )
+    for value in (float("nan"), float("inf"), float("-inf"))
+}
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: expected config.json, found nothing"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), f"{WEIGHTS}: expected a safetensors file, found nothing"),
@@ -260,7 +304,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no text": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), "config.json is not valid JSON"),
     "a list": (
         lambda f: (f / "config.json").write_text("[]"),
-        "expected LlamaForCausalLMEagle3 or Eagle3DeepseekV2ForCausalLM, found none",
+        "config.json: expected an object, found a JSON list",
     ),
 }
 DAMAGES = (
@@ -297,7 +341,9 @@ def test_a_file_of_another_length_is_named_with_both_lengths(folder: Path, seed:
     assert "Copy the file again" in message
 
     path.write_bytes(data + data[:cut] + b"x")
-    assert f"expected {len(data)} bytes, found {len(data) + cut + 1} bytes" in refusal(folder)
+    message = refusal(folder)
+    assert message.startswith(f"safetensors with more than their tensors: {path}: ")
+    assert f"expected {len(data)} bytes, found {len(data) + cut + 1} bytes" in message
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,9 @@ FAULTS: dict[str, Fault] = {
     "the target's quantisation": (edit(quantization_config={"bits": 4}), {}, None, "error", "quantization_config is set"),
     "no draft_vocab_size": (edit(draft_vocab_size=None), {}, None, "error", "shape of lm_head.weight: |expected [261"),
     "a draft vocabulary beyond the target's": (edit(draft_vocab_size=300), {}, None, "error", "300 is larger than vocab"),
+    "another activation": (edit(hidden_act="gelu"), {}, None, "error", "hidden_act: expected silu, found gelu"),
+    "biases that are not there": (edit(attention_bias=True), {}, None, "error", "attention_bias: expected False, found True"),
+    "a size in quotes": (edit(hidden_size="32"), {}, None, "error", "hidden_size: expected an integer above 0, found '32'"),
     "a needed key": (edit(hidden_size=None), {}, None, "error", "expected the key 'hidden_size'"),
     # layer ids
     "ids twice": (edit(**both([1, 3, 3])), {}, None, "error", "[1, 3, 3]: expected three distinct ids"),
@@ -300,6 +303,11 @@ def test_speculators_format_is_an_error_for_sglang(tmp_path: Path) -> None:
         f.message for f in check_folder(tmp_path / "speculators", target, parse_engine(NEW)) if f.level == "error"
     ]
     assert any("SGLang does not look into transformer_layer_config" in message for message in messages)
+
+
+def test_an_architecture_that_is_no_name_is_shown_as_a_problem(tmp_path: Path) -> None:
+    shown = describe(tiny_folder(tmp_path, edit(architectures=[{}])))
+    assert shown.family == "unknown (no architecture)" and "expected a list of one name, found [{}]" in shown.problem
 
 
 def test_a_drafter_of_2_gigabytes_is_shown_and_checked_without_reading_it(tmp_path: Path) -> None:

@@ -83,6 +83,15 @@ def test_what_only_speculators_knows_survives_the_way_through_sglangs_format(
     assert three["speculators_config"]["verifier"]["name_or_path"] == str(target_folder)
 
 
+def test_the_verifier_is_named_by_its_whole_path(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(target_folder.parent)
+    target = read_target(Path(target_folder.name))
+    convert(tiny_folder(tmp_path / "ours"), tmp_path / "one", "speculators", target=target)
+    assert config_of(tmp_path / "one")["speculators_config"]["verifier"]["name_or_path"] == str(target_folder)
+
+
 def prefixed(name: str) -> str:
     return f"model.{name.replace('midlayer.', 'layers.0.')}"
 

@@ -103,6 +103,33 @@ def test_prompts_of_every_shape(raw: Any, shape: str, expected: list[str]) -> No
 
 
 @pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("a.jsonl", b"", "expected rows, found none: it is empty"),
+        ("a.txt", b"\n \n", "expected rows, found none: it is empty"),
+        ("a.json", b"[]", "expected rows, found none: it is empty"),
+        ("a.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), "expected UTF-8, found the mark of UTF-16 at its start"),
+        ("a.txt", b"\xfe\xff" + "a\n".encode("utf-16-be"), "expected UTF-8, found the mark of UTF-16 at its start"),
+        (
+            "a.jsonl",
+            '{"prompt": "Größe"}\n'.encode("latin-1"),
+            "found none that can be decoded: expected UTF-8, found other",
+        ),
+        ("a.jsonl", b"hello\n", "found none that can be decoded: broken JSON"),
+    ],
+)
+def test_a_file_without_rows_is_named_with_the_reason(tmp_path: Path, name: str, data: bytes, reason: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(InputError) as caught:
+        shape_of(str(tmp_path / name), "auto")
+    assert str(tmp_path / name) in str(caught.value)
+    assert reason in str(caught.value)
+    if "decoded" not in reason:
+        with pytest.raises(InputError, match=reason):
+            count_rows(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
     ("raw", "shape", "reason"),
     [
         (3, "messages", "expected a JSON object, found int"),

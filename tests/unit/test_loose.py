@@ -94,10 +94,20 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     file = tmp_path / "data_7.ckpt"
     torch.save(sample(), file)
     whole = file.read_bytes()
-    for damage in (whole[: len(whole) // 2], b"", pickle.dumps({"input_ids": [1]}), b"PK\3\4nothing"):
+    for damage, found in (
+        (whole[: len(whole) // 2], "a file that was cut short"),
+        (whole[:-1], "a file that was cut short"),
+        (b"PK\3\4nothing", "a file that was cut short"),
+        (b"", "an empty file"),
+        (pickle.dumps({"input_ids": [1]}), "no zip file of torch.save, but another kind, such as a plain pickle"),
+    ):
         file.write_bytes(damage)
-        with pytest.raises(InputError, match=rf"{file}: expected an intact file"):
+        with pytest.raises(InputError, match=rf"{file}: expected an intact file of tensors, found {found}"):
             read_sample(tmp_path, file.name, HIDDEN)
+    for name in ("data_7.ckpt.gz", "hs_0.safetensors"):
+        (tmp_path / name).touch()
+        with pytest.raises(InputError, match=rf"{name}: expected an intact file of tensors, found an empty file"):
+            read_sample(tmp_path, name, HIDDEN)
     with zipfile.ZipFile(file, "w") as empty:
         empty.writestr("x", "y")
     with pytest.raises(InputError, match="expected an intact file"):

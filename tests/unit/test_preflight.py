@@ -22,6 +22,7 @@ from ray_eagle.preflight.gpus import check_gpus
 from ray_eagle.preflight.report import Finding, PreflightReport
 from ray_eagle.run import Origin, RunFolder
 from ray_eagle.settings import load_config
+from tests.loose import modelopt
 
 
 def settings(target: Path, run: Path, *flags: str) -> Config:
@@ -234,6 +235,31 @@ def test_cost_takes_the_prompts_then_the_conversations(target: Path, tmp_path: P
     prompts.unlink()
     shutil.rmtree(config.run)
     assert [finding.check for finding in bad(check(config))] == ["prompts"]
+
+
+def test_cost_of_an_import_is_that_of_the_files_that_are_there(target: Path, tmp_path: Path) -> None:
+    hidden = json.loads((target / "config.json").read_text())["hidden_size"]
+    for number in range(45):
+        mask = [0] * 10 + [1] * 30 + [0] * 7  # what follows the last supervised token is not imported
+        aux, last = torch.zeros(47, 3 * hidden), torch.zeros(47, hidden)
+        modelopt(tmp_path / "files", number, ([5] * 47, mask, aux, last))
+    for number in range(0, 45, 3):
+        (tmp_path / "files" / f"conversation-{number}.pt").write_bytes(b"")
+    flags = ["--states.path", str(tmp_path / "files"), "--states.layers", "[1,3,4]"]
+    report = check(settings(target, tmp_path / "run", *flags))
+    (cost,) = [finding for finding in report.findings if finding.check == "cost"]
+    estimate = report.estimate
+    assert report.ok and estimate
+    assert (estimate.samples, estimate.tokens, estimate.supervised_tokens) == (30, 30 * 40, 30 * 30)
+    assert cost.message.startswith("30 of 45 files of hidden states can be used, about 1200 tokens: ")
+    assert [f.check for f in bad(check(settings(target, tmp_path / "run", *flags, "--states.layers", "[0,1,2]")))] == [
+        "states"
+    ]
+
+    shutil.rmtree(tmp_path / "files")
+    report = check(settings(target, tmp_path / "run", *flags))
+    assert [finding.check for finding in bad(report)] == ["states"] and "found no folder" in bad(report)[0].message
+    assert bad(report, "warning")[-1].message.endswith(" because of the states.")
 
 
 def test_without_an_estimate_its_cause_is_told_and_the_disk_is_looked_at(target: Path, tmp_path: Path) -> None:

@@ -260,6 +260,9 @@ def test_unknown_flag_is_refused_with_the_nearest_known_one() -> None:
         ("train.lr", "fast"),
         ("train.lr", 0),
         ("train.lr", -1),
+        ("train.lr", "1e400"),
+        ("train.lr", "nan"),
+        ("generate.temperature", "inf"),
         ("train.epochs", 2.5),
         ("train.epochs", 0),
         ("train.epochs", [1]),
@@ -298,6 +301,29 @@ def test_a_switch_may_be_left_open(tmp_path: Path, words: list[str], expected: b
         tmp_path / "run.yaml", f"train: {{compile: {'null' if expected is None else str(expected).lower()}}}\n"
     )
     assert load_config(file).config.train.compile is expected
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--breakeven.steps", "[]"], "flag: breakeven: Value error, steps and sweep are both empty"),
+        (
+            ["--generate.held_out_share", "0.6", "--generate.validation_share", "0.6"],
+            "flag: generate: Value error, held_out_share and validation_share are 1.2 together: nothing is left to train on",
+        ),
+        (
+            ["--generate.held_out_share", "0.9"],
+            "flag: generate: Value error, held_out_share and validation_share are 1 tog",
+        ),
+    ],
+)
+def test_settings_that_leave_nothing_to_do_are_refused(words: list[str], reason: str) -> None:
+    assert refusal(flags=words).startswith(reason)
+
+
+def test_a_sweep_may_stand_in_the_place_of_steps() -> None:
+    loaded = load_config(flags=["--breakeven.steps", "[]", "--breakeven.sweep", "[{steps: 2}]"])
+    assert loaded.config.breakeven.steps == ()
 
 
 def test_every_wrong_value_is_named_at_once(tmp_path: Path) -> None:

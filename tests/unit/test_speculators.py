@@ -180,8 +180,17 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
         "expected three layer ids (input of layer k, 1 or more), found [0, 4, 5]",
     ),
     "five layer ids": (edit(lambda c: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 3, 4, 5])), "found [1, 2, 3, 4"),
-    "a size is a word": (layer(hidden_size="b"), "drafter config: "),
+    "biases in the attention": (layer(attention_bias=True), "transformer_layer_config.attention_bias: expected False"),
+    "a size is a word": (layer(hidden_size="b"), "transformer_layer_config.hidden_size: expected an integer above 0"),
+    "the layer is a list": (
+        edit(lambda c: c.update(transformer_layer_config=[])),
+        "transformer_layer_config: expected an object, found []",
+    ),
     "no layer": (edit(lambda c: c.pop("transformer_layer_config")), "expected the key 'transformer_layer_config'"),
+    "a draft vocabulary of null": (
+        edit(lambda c: c.update(draft_vocab_size=None)),
+        "draft_vocab_size: expected a valid integer, found None",
+    ),
     "no draft vocabulary": (edit(lambda c: c.pop("draft_vocab_size")), "expected the key 'draft_vocab_size'"),
     "no map": (retensor(lambda t: (t.pop("d2t"), t.pop("t2d"))), "missing ['d2t', 't2d']"),
     "SGLang's name": (
