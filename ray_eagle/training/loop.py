@@ -71,13 +71,15 @@ def train_loop(job: dict[str, Any]) -> None:
     # the record itself: another node's listing of the folder may be older, and must not decide what its ranks start from
     if found := broadcast_from_rank_zero(asdict(newest) if newest else None):
         trainer.load(checkpoints.load(Record(**found), trainer.device))
-    while trainer.step < trainer.total_steps:
-        trainer.train_step()
-        if trainer.at_checkpoint():
-            trainer.check()  # or what the GPU still does would count as the pause's
-            with trainer.recent.paused():
-                _checkpoint(trainer, checkpoints)
-    trainer.close()
+    try:
+        while trainer.step < trainer.total_steps:
+            trainer.train_step()
+            if trainer.at_checkpoint():
+                trainer.check()  # or what the GPU still does would count as the pause's
+                with trainer.recent.paused():
+                    _checkpoint(trainer, checkpoints)
+    finally:
+        trainer.close()
 
 
 def _checkpoint(trainer: "Trainer", checkpoints: Checkpoints) -> None:

@@ -134,7 +134,8 @@ def _cause(error: Any) -> str:
     failures = getattr(error, "worker_failures", None) or {}
     for rank, failure in failures.items():
         cause = getattr(failure, "cause", failure)
-        return f"worker {rank} failed: {cause}"
+        way_out = ". Make room or allow it there: the same command goes on from the last checkpoint."
+        return f"worker {rank} failed: {cause}{way_out if isinstance(cause, OSError) else ''}"
     return str(error)
 
 
