@@ -92,15 +92,15 @@ def generate(config: Config, run: RunFolder, facts: TargetFacts, progress: Progr
             import_conversations(config, folder, facts, progress)
             return _finish(config, folder, facts, "", progress)
         tokenizer = load_tokenizer(facts, config.target)
-        system = check_template_system(tokenizer, config.generate, progress)
+        system, told = check_template_system(tokenizer, config.generate, progress), frozenset[str]()
         if config.generate.answers == "keep":
             progress.say(
                 "generate: warning: keeping the answers of the file. Text that the target did not write trains a worse "
                 "drafter; generate.answers: regenerate lets the target write it."
             )
             keep_answers(config, folder, facts, progress)
-            return _finish(config, folder, facts, system, progress)
-        told = _regenerate(config, folder, facts, tokenizer, progress)
+        else:
+            told = _regenerate(config, folder, facts, tokenizer, progress)
         return _finish(config, folder, facts, system, progress, told)
 
 

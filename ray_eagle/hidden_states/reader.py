@@ -59,7 +59,7 @@ class HiddenStates:
             if unit.split == split:
                 if index not in self.records:
                     raise DatasetError(
-                        f"{folder.file(record_name(index))} is missing: unit {index} was never committed. Run `ray-eagle verify {folder.path} --repair`, then `ray-eagle extract`."
+                        f"{folder.file(record_name(index))} is missing: unit {index} was never committed. {way_out(folder, None)}"
                     )
                 record = self.records[index]
                 self.rows += [Row(record.file, row, unit.lender) for row in record.rows]
