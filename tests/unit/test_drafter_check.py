@@ -23,7 +23,7 @@ from ray_eagle.serving.versions import RELEASES
 from ray_eagle.target.sizes import read_target
 from tests.drafters import AQ_MEDAI, edit, kimi_config, llama_config, rename, retensor, sparse_drafter, tiny_folder
 from tests.tiny import VOCAB
-from tests.unit.test_checkpoint import BETAS, LLAMA3, ROPES
+from tests.unit.test_rotary import BETAS, LLAMA3, ROPES
 
 D = 128
 NEW, OLD, VLLM = f"sglang=={NEWEST}", "sglang==0.5.10", "vllm"

@@ -33,8 +33,9 @@ from tests.drafters import (
     tiny_folder,
 )
 from tests.tiny import VOCAB
-from tests.unit.test_checkpoint import ROPES, TENSORS
+from tests.unit.test_checkpoint import TENSORS
 from tests.unit.test_drafter_check import both, split
+from tests.unit.test_rotary import ROPES
 
 
 def config_of(folder: Path) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from ray_eagle.conversations.inputs import Chunk, count_rows, read_chunks, shape
 from ray_eagle.conversations.keep import tokenise_chunk
 from ray_eagle.conversations.messages import Message, RowError, content_id, read_row, take_apart
 from ray_eagle.conversations.prompts import load_prompts, load_rows
-from ray_eagle.conversations.similarity import HashIndex, close_to_trained, hashed_shingles
 from ray_eagle.errors import InputError
 from ray_eagle.settings import absolute_paths, load_config
 from ray_eagle.target.loading import read_facts
@@ -391,37 +390,3 @@ def test_a_rejected_row_keeps_its_own_id(tmp_path: Path, target_folder: Path) ->
     (chunk,) = read_chunks(str(file))
     rejected = tokenise_chunk(chunk, {}, frozenset(), "messages", target, read_facts(target), settings)[3]
     assert [row["source_id"] for row in rejected][:5] == expected
-
-
-# --- near-duplicates at scale ---------------------------------------------------------------------------------------
-
-
-def slow_shingles(text: str, n: int = 5) -> set[str]:
-    folded = " ".join(text.casefold().split())
-    return {folded[i : i + n] for i in range(max(1, len(folded) - n + 1))}
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_hashed_similarity_equals_that_of_sets(seed: int) -> None:
-    rng = random.Random(seed)
-    texts = ["", "a", "ab", "Straße STRASSE", "aaaaa", "aaaaaa"]
-    for _ in range(20):
-        text = "".join(rng.choices("abc d世🦅", k=rng.randint(1, 60)))
-        texts += [text, text[: rng.randint(0, len(text))] + "x" + text[rng.randint(0, len(text)) :]]
-    sets = [slow_shingles(text) for text in texts]
-    hashed = [hashed_shingles(text) for text in texts]
-    assert [len(one) for one in hashed] == [len(one) for one in sets]
-    index = HashIndex.of(hashed)
-    least = rng.choice([0.2, 0.5, 0.9])
-    for one, hashes in zip(sets, hashed, strict=True):
-        expected = [i for i, other in enumerate(sets) if len(one & other) / len(one | other) >= least]
-        assert index.near(hashes, least) == expected
-
-
-def test_a_chain_of_near_held_out_texts_is_followed() -> None:
-    words = [f"word{i}-{i * 7919 % 1000}" for i in range(40)]
-    hashed = [hashed_shingles(" ".join(words[i : i + 20])) for i in range(20)]  # each is near its next two alone
-    assert HashIndex.of(hashed).near(hashed[0], 0.8) == [0, 1, 2]
-    assert close_to_trained(hashed, {0}, 0.8) == set(range(20))
-    assert close_to_trained(hashed, {0}, 0.99) == {0}
-    assert close_to_trained(hashed, set(), 0.8) == set()

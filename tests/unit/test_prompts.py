@@ -2,7 +2,6 @@
 
 import json
 import random
-import string
 from collections import Counter
 from pathlib import Path
 
@@ -16,40 +15,11 @@ from ray_eagle.conversations.prompts import (
     read_prompts,
     split_prompts,
 )
-from ray_eagle.conversations.similarity import HashIndex, hashed_shingles, near_any
+from ray_eagle.conversations.similarity import HashIndex, hashed_shingles
 from ray_eagle.errors import InputError
+from tests.unit.test_similarity import edited, slow_jaccard, words
 
 SHARES = {"held_out_share": 0.2, "validation_share": 0.1, "near_duplicate": 0.5}
-
-
-def slow_jaccard(one: str, other: str, n: int = 5) -> float:
-    """The plain definition, on lists."""
-
-    def grams(text: str) -> list[str]:
-        folded = " ".join(text.casefold().split())
-        found: list[str] = []
-        for start in range(len(folded)):
-            gram = folded[start : start + n]
-            if (len(gram) == n or start == 0) and gram not in found:
-                found.append(gram)
-        return found or [""]
-
-    a, b = grams(one), grams(other)
-    shared = sum(1 for gram in a if gram in b)
-    return shared / (len(a) + len(b) - shared)
-
-
-def words(rng: random.Random, count: int) -> str:
-    return " ".join("".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 9))) for _ in range(count))
-
-
-def edited(rng: random.Random, text: str, edits: int) -> str:
-    """Replace, drop or double single characters."""
-    letters = list(text)
-    for _ in range(edits):
-        at = rng.randrange(len(letters))
-        letters[at] = rng.choice(["", letters[at] * 2, rng.choice(string.ascii_lowercase)])
-    return "".join(letters)
 
 
 def write(path: Path, *lines: str | bytes) -> Path:
@@ -85,29 +55,6 @@ def test_every_category_of_the_shipped_set_is_held_out_somewhere() -> None:
     prompts = load_prompts(GenerateConfig(held_out_share=0.13, validation_share=0.05))
     assert {p.category for p in prompts if p.split == "held_out"} == {p.category for p in prompts}
     assert load_prompts(GenerateConfig(limit=7)) == load_prompts(GenerateConfig())[:7]
-
-
-# --- similarity -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_similarity_equals_the_plain_definition(seed: int) -> None:
-    rng = random.Random(seed)
-    texts = [words(rng, rng.randint(1, 12)) for _ in range(5)]
-    texts += [edited(rng, text, rng.randint(1, 10)).upper() for text in texts] + [
-        "",
-        "a",
-        "Ab  c",
-        "ab C",
-        "Straße",
-        "STRASSE",
-    ]
-    for _ in range(16):
-        others = rng.sample(texts, 4)
-        least = rng.choice([0.1, 0.3, 0.5, 0.9])
-        expected = {i for i, text in enumerate(texts) if max(slow_jaccard(text, other) for other in others) >= least}
-        assert near_any(HashIndex.of([hashed_shingles(text) for text in texts]), others, least) == expected
-    assert near_any(HashIndex.of([]), texts, 0.1) == set()
 
 
 # --- the split ------------------------------------------------------------------------------------------------------

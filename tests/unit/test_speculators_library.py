@@ -18,7 +18,7 @@ from ray_eagle.target.loading import head_and_embedding, read_facts
 from ray_eagle.target.sizes import read_target
 from tests.benchmarks.peers import stand_in
 from tests.tiny import VOCAB, tiny_drafter, tiny_shape, tiny_target
-from tests.unit.test_checkpoint import ROPES
+from tests.unit.test_rotary import ROPES
 
 T, H = 23, 32
 
